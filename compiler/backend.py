@@ -1,0 +1,128 @@
+"""`torch.compile(model, backend="fused")`: rewrite a graph, then hand it to AOTAutograd and Inductor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from .canonicalize import Mode
+from .deferred import defer_outputs
+from .errors import InternalError, RefusedError
+from .fusions import all_fusions, fusion_names
+from .options import Options
+from .partition import Partitioner, partition
+from .report import Decision, Report
+from .rewrite import backup, rewrite_module
+
+log = logging.getLogger("fused_backend")
+
+Compiled = Callable[..., Any]
+
+
+def fused(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Compiled:
+    """The backend. `mode` is passed on to Inductor; `options` are those of `Options`.
+
+    Raises: ValueError for an unknown option or value. A model that plain torch.compile runs is never failed: if the
+    rewrite breaks, that is logged once and the graph is compiled as Dynamo wrote it (unless strict=True).
+    """
+    parsed = Options.parse(options, fusion_names())
+    restore = backup(gm)
+    try:
+        report, finish = rewrite(gm, parsed)
+    except RefusedError:
+        raise
+    except Exception as error:
+        restore()
+        return _unrewritten(gm, example_inputs, parsed, mode, error)
+    try:
+        compiled = finish(lower(gm, example_inputs, parsed, mode))
+    except Exception as error:
+        restore()
+        return _unrewritten(gm, example_inputs, parsed, mode, error)
+    log.info("fused %s", report.summary())
+    return compiled
+
+
+def rewrite(gm: GraphModule, options: Options) -> tuple[Report, Callable[[Compiled], Compiled]]:
+    """Rewrite the graph in place. The function returned finishes its compiled form (it makes logits deferred)."""
+    wanted = options.enabled(fusion_names())
+    fusions = [fusion for fusion in all_fusions() if fusion.name in wanted]
+    decisions: list[Decision] = []
+    rewriter = rewrite_module(gm, fusions, Mode.ambient(), decisions, options.max_rewrites)
+    refused = [d for d in decisions if d.status == "refused"]
+    if options.strict and refused:
+        first = refused[0]
+        raise RefusedError(
+            f"strict=True: {first.fusion} refused at {first.where or 'the graph'} ({first.source}): {first.reason}"
+        )
+    return Report(decisions, graph_count=1), defer_outputs(gm, rewriter)
+
+
+def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:
+    """AOTAutograd, the partitioner, then Inductor or plain execution."""
+    if options.lowering == "aot_eager":
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
+        from torch._inductor.decomposition import select_decomp_table
+
+        # With Inductor's decompositions: without them some linear-attention models fail in the backward.
+        return aot_autograd(
+            fw_compiler=boxed_nop, partition_fn=partition, decompositions=select_decomp_table
+        )(gm, example_inputs)
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
+    patches["custom_partitioner_fn"] = Partitioner()
+    return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def _unrewritten(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, error: Exception
+) -> Compiled:
+    """The graph as Dynamo wrote it, after an internal error."""
+    if options.strict:
+        raise InternalError(f"strict=True: the rewrite failed: {error}") from error
+    first = next((n for n in gm.graph.nodes if n.meta.get("stack_trace")), None)
+    where = (first.meta["stack_trace"].strip().splitlines() or [""])[0].strip() if first is not None else "a graph"
+    log.warning(
+        "the rewrite of the graph at %s failed and the graph is compiled as it was; please report this", where,
+        exc_info=error,
+    )
+    return lower(gm, example_inputs, options, mode)
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """What the backend does to `model` on these arguments: every site, fused or refused and why.
+
+    Runs the model's forward once, uncompiled but rewritten; parameters, gradients, buffers' modes and the random
+    state are left as they were.
+    """
+    report = Report()
+
+    def collect(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        found, finish = rewrite(gm, Options())
+        report.decisions += found.decisions
+        report.graph_count += 1
+        return finish(gm.forward)
+
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    before = sum(counters["graph_break"].values())
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.compile(model, backend=collect)(*args, **kwargs)
+    report.graph_breaks = sum(counters["graph_break"].values()) - before
+    torch._dynamo.reset()
+    return report

@@ -1,0 +1,254 @@
+"""One spelling per computation: every node of a Dynamo graph becomes a `Value` in canonical form.
+
+The graph itself is not touched; a node that nothing matches reaches Inductor exactly as Dynamo wrote it. Methods,
+functions and operators of one name are one op, dimensions are counted from the end, halves of the last dimension
+have names, casts and slices that do nothing vanish, casts that autocast hides are written out, equal computations
+share one Value. The rules for each op are in `spelling.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..patterns._fusion import Hole, Value
+from .spelling import RULES, Aliased
+
+# The casts that autocast makes without showing them: these ops run in its low precision.
+_AUTOCAST_LOW = {"linear", "matmul"}
+# ... and these in float32, where the result shows it.
+_AUTOCAST_FLOAT32 = {"pow", "rsqrt", "sqrt", "cross_entropy", "rms_norm", "mean"}
+
+_INPLACE_OPERATORS = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.imatmul,
+    operator.ifloordiv, operator.imod, operator.ior, operator.iand, operator.ixor, operator.setitem,
+}  # fmt: skip
+# Where `inplace` stands among the positional arguments.
+_INPLACE_ARGUMENT = {
+    "silu": 1, "relu": 1, "relu6": 1, "mish": 1, "selu": 1, "hardswish": 1, "hardsigmoid": 1, "elu": 2, "celu": 2,
+    "leaky_relu": 2, "threshold": 3, "dropout": 3, "alpha_dropout": 3, "feature_alpha_dropout": 3, "rrelu": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Grad mode and autocast at a node: a rewrite must not move a computation between modes."""
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype | None], ...] = ()
+
+    @staticmethod
+    def ambient() -> Mode:
+        """The modes in force where the compiled function is called."""
+        autocast = []
+        for device in ("cpu", "cuda", "xpu"):
+            enabled = torch.is_autocast_enabled(device)
+            autocast.append((device, torch.get_autocast_dtype(device) if enabled else None))
+        return Mode(torch.is_grad_enabled(), tuple(autocast))
+
+    def low_precision(self, device_type: str) -> torch.dtype | None:
+        return dict(self.autocast).get(device_type)
+
+
+class ValueTable:
+    """Hands out Values so that equal computations get the same one."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self._seen: dict[Any, Value] = {}
+
+    def make(self, op: str, args: tuple[Any, ...], fake: Any, node: Node | None = None) -> Value:
+        # A value computed under no_grad is another value than the same one with a gradient.
+        grad = isinstance(fake, torch.Tensor) and fake.requires_grad
+        keys = [_key(a) for a in args]
+        key = (op, grad, *(sorted(keys, key=repr) if op in ("add", "mul") else keys))
+        value = self._seen.get(key)
+        if value is None:
+            value = self._seen[key] = Value(op, args, fake)
+            self.values.append(value)
+        if node is not None:
+            value.nodes.append(node)
+        return value
+
+    def unique(self, op: str, name: str, fake: Any, node: Node | None = None) -> Value:
+        """A value that equals no other: an input, or an op that the rules do not know (dropout, say)."""
+        value = Value(op, (name,), fake, [node] if node is not None else [])
+        self.values.append(value)
+        return value
+
+    def canonical(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any, node: Node | None = None
+    ) -> Value:
+        """The Value of a call of the op `name`; unknown ops and unusual arguments give an opaque one."""
+        if name.startswith("fused."):  # our own operators: later rules build on what is already fused
+            return self.make(name, args, fake, node)
+        rule = RULES.get(name)
+        result = None
+        if rule is not None:
+            try:
+                result = rule(self, args, kwargs, fake)
+            except (TypeError, ValueError, IndexError, KeyError, AttributeError):
+                result = None  # an argument form no rule knows: opaque, so nothing is assumed about it
+        if isinstance(result, Aliased):
+            same_grad = getattr(fake, "requires_grad", None) == getattr(result.value.fake, "requires_grad", None)
+            if same_grad:
+                return result.value
+            result = None
+        if result is None:
+            return self.unique("opaque", name, fake, node)
+        op, op_args = result
+        return self.make(op, op_args, fake, node)
+
+
+def _key(arg: Any) -> Any:
+    if isinstance(arg, (Value, Hole)):
+        return ("value", id(arg))
+    if isinstance(arg, (tuple, list)):
+        return ("list", *(_key(a) for a in arg))
+    return (type(arg).__name__, str(arg))
+
+
+@dataclass
+class Canonical:
+    """A graph in canonical form. `of_node[node]` is its Value, `mode[node]` the modes it runs in."""
+
+    graph: Graph
+    table: ValueTable = field(default_factory=ValueTable)
+    of_node: dict[Node, Value] = field(default_factory=dict)
+    mode: dict[Node, Mode] = field(default_factory=dict)
+    order: dict[Node, int] = field(default_factory=dict)
+    mutated: set[int] = field(default_factory=set)
+
+    @property
+    def values(self) -> list[Value]:
+        return self.table.values
+
+    def users(self, value: Value) -> list[Node]:
+        """Nodes that read the value under any of its names; nodes that only rename it are looked through."""
+        found: dict[Node, None] = {}
+        todo = list(value.nodes)
+        while todo:
+            for user in todo.pop().users:
+                if self.of_node.get(user) is value and user not in value.nodes:
+                    todo.append(user)
+                elif user not in value.nodes:
+                    found[user] = None
+        return list(found)
+
+
+def canonicalize(graph: Graph, mode: Mode) -> Canonical:
+    """Read a Dynamo graph whose nodes carry `example_value`. `mode` is what is in force where it starts."""
+    canonical = Canonical(graph)
+    entered: dict[Node, Mode] = {}
+    for position, node in enumerate(graph.nodes):
+        canonical.order[node] = position
+        canonical.mode[node] = mode
+        if node.op in ("placeholder", "get_attr"):
+            canonical.of_node[node] = _leaf(canonical.table, node)
+        elif node.op in ("call_function", "call_method"):
+            name = getattr(node.target, "__name__", "")
+            if name == "_set_grad_enabled":
+                mode = Mode(bool(node.args[0]), mode.autocast)
+            elif name == "_enter_autocast":
+                entered[node] = mode
+                mode = _with_autocast(mode, node.args)
+            elif name == "_exit_autocast" and isinstance(node.args[0], Node):
+                mode = entered.get(node.args[0], mode)
+            canonical.of_node[node] = _call(canonical, node, mode)
+    return canonical
+
+
+def _with_autocast(mode: Mode, args: tuple[Any, ...]) -> Mode:
+    device, dtype, enabled = args[0], args[1], args[2]
+    states = dict(mode.autocast)
+    states[str(device)] = (dtype or torch.get_autocast_dtype(str(device))) if enabled else None
+    return Mode(mode.grad, tuple(sorted(states.items())))
+
+
+def _leaf(table: ValueTable, node: Node) -> Value:
+    fake = node.meta.get("example_value")
+    if isinstance(fake, torch.SymInt):
+        return table.make("sym", (str(fake.node.expr),), fake, node)
+    return table.unique("input", node.name, fake, node)
+
+
+def _call(canonical: Canonical, node: Node, mode: Mode) -> Value:
+    table = canonical.table
+    fake = node.meta.get("example_value")
+    name = op_name(node)
+    if _mutates(node):
+        canonical.mutated |= {s for a in node.all_input_nodes if (s := storage(a.meta.get("example_value")))}
+        return table.unique("opaque", str(name or node.target), fake, node)
+    if isinstance(fake, torch.SymInt):
+        return table.make("sym", (str(fake.node.expr),), fake, node)
+    if name is None or fake is None:
+        return table.unique("opaque", str(name or node.target), fake, node)
+    args = torch.fx.node.map_arg(node.args, lambda n: canonical.of_node[n])
+    kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: canonical.of_node[n])
+    args = tuple(_show_hidden_cast(table, name, a, fake, mode) for a in args)  # type: ignore[union-attr]
+    return table.canonical(name, args, dict(kwargs), fake, node)  # type: ignore[arg-type]
+
+
+def _show_hidden_cast(table: ValueTable, name: str, arg: Any, fake: Any, mode: Mode) -> Any:
+    """Write out the cast that autocast makes on an argument of this op."""
+    if not (isinstance(arg, Value) and isinstance(arg.fake, torch.Tensor) and isinstance(fake, torch.Tensor)):
+        return arg
+    low = mode.low_precision(arg.fake.device.type)
+    if low is None or not arg.fake.is_floating_point() or arg.dtype == torch.float64:
+        return arg
+    wanted = low if name in _AUTOCAST_LOW else None
+    if name in _AUTOCAST_FLOAT32 and fake.dtype == torch.float32:
+        wanted = torch.float32
+    if wanted is None or arg.dtype == wanted:
+        return arg
+    # `to` on a fake tensor needs its mode; an empty one of that dtype says as much.
+    cast = arg.fake.new_empty(arg.shape, dtype=wanted)
+    cast.requires_grad_(arg.requires_grad and mode.grad)
+    return table.make("convert", (arg, wanted), cast)
+
+
+def op_name(node: Node) -> str | None:
+    """The op's bare name; None for anything that is not PyTorch's own (`fused.` marks our operators)."""
+    if node.op == "call_method":
+        return str(node.target).strip("_")
+    target = node.target
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        namespace, _, name = str(target).partition(".")
+        name = name.partition(".")[0]
+        return f"fused.{name}" if namespace == "fused_backend" else name if namespace == "aten" else None
+    module = getattr(target, "__module__", None) or ""
+    if module and module.split(".")[0] not in ("torch", "_operator", "operator", "math"):
+        return None
+    name = getattr(target, "__name__", "")
+    return name.strip("_") or None
+
+
+def _mutates(node: Node) -> bool:
+    """Does the node write to one of its arguments?"""
+    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
+        return True
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    if node.target in _INPLACE_OPERATORS:
+        return isinstance(node.meta.get("example_value"), torch.Tensor) or node.target is operator.setitem
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = getattr(node.target, "__name__", "")
+    position = _INPLACE_ARGUMENT.get(name)
+    if position is not None and len(node.args) > position and node.args[position] is True:
+        return True
+    return name.endswith("_") and not name.startswith("_")
+
+
+def storage(fake: Any) -> int | None:
+    """Identity of a fake tensor's storage: views of one tensor share it."""
+    if not isinstance(fake, torch.Tensor):
+        return None
+    try:
+        return fake.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None  # a layout without storage (sparse, nested)

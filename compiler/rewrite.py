@@ -1,0 +1,332 @@
+"""Find the sites of every fusion in a graph and put our operators there, or say why not.
+
+Replacing a value by an equal one is always right, so a rewrite needs no permission from the value's other users: they
+keep reading the same numbers. What can go wrong is the gradient (part of a match computed without one) and memory
+(part of a match overwritten in place); both are checked for every match here, the rest by the fusion itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from ..patterns._fusion import Emitter, Fusion, Match, Value
+from .canonicalize import Canonical, Mode, canonicalize, storage
+from .match import Near, unify
+from .report import Decision, source_of, where_of
+
+# Higher-order ops whose bodies are ordinary model code. Other bodies (flex attention's, say) have rules of their own.
+_BODIES_LOOKED_INTO = {
+    "tag_activation_checkpoint", "invoke_subgraph", "wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast",
+    "autograd_function_apply", "checkpoint_wrapped",
+}  # fmt: skip
+_MAX_STEPS_TO_RESULT = 8
+
+
+class Rewriter:
+    """One graph being rewritten; what patterns know as `View`."""
+
+    def __init__(self, graph: Graph, mode: Mode, decisions: list[Decision], max_rewrites: int | None = None):
+        self.graph = graph
+        self.mode = mode
+        self.decisions = decisions
+        self.max_rewrites = max_rewrites
+        self.deferred: list[tuple[Node, list[Node], Mode]] = []
+        self.rewrites = 0
+        self._canonical: Canonical | None = None
+
+    # --- reading
+
+    @property
+    def canonical(self) -> Canonical:
+        if self._canonical is None:
+            self._canonical = canonicalize(self.graph, self.mode)
+        return self._canonical
+
+    @property
+    def values(self) -> list[Value]:
+        return self.canonical.values
+
+    def of(self, node: Node) -> Value:
+        return self.canonical.of_node[node]
+
+    def users(self, value: Value) -> list[Node]:
+        return self.canonical.users(value)
+
+    # --- deciding
+
+    def fused(self, fusion: str, site: Value, saved_bytes: int = 0, idiom: str = "") -> None:
+        self._decide(fusion, site, "fused", idiom, saved_bytes)
+
+    def refused(self, fusion: str, site: Value, reason: str) -> None:
+        self._decide(fusion, site, "refused", reason, 0)
+
+    def absorbed(self, fusion: str, site: Value) -> None:
+        where = where_of(site.nodes[0])
+        for i in reversed(range(len(self.decisions))):
+            decision = self.decisions[i]
+            if (decision.fusion, decision.where, decision.status) == (fusion, where, "fused"):
+                del self.decisions[i]
+                return
+
+    def _decide(self, fusion: str, site: Value, status: str, reason: str, saved_bytes: int) -> None:
+        node = site.nodes[0]
+        self.decisions.append(Decision(fusion, where_of(node), source_of(node), status, reason, saved_bytes))
+
+    # --- checking
+
+    def unsafe(self, root: Value, interior: Iterable[Value]) -> str | None:
+        """Why replacing `root` by one operator would change a gradient or read overwritten memory."""
+        for value in interior:
+            inputs = value.inputs()
+            if root.requires_grad and not value.requires_grad and any(v.requires_grad for v in inputs):
+                if isinstance(value.fake, torch.Tensor) and value.fake.is_floating_point():
+                    return f"{value.op} is computed without gradients"
+            touched = [storage(v.fake) for v in (value, *inputs)]
+            if self.canonical.mutated.intersection(s for s in touched if s):
+                return f"an input or part of it ({value.op}) is modified in place"
+        return None
+
+    # --- writing
+
+    def replace(self, fusion: str, roots: list[Value], emit: Callable[[Emitter], list[Node]]) -> str | None:
+        if self.max_rewrites is not None and self.rewrites >= self.max_rewrites:
+            return f"option max_rewrites={self.max_rewrites} is used up"
+        writer = _Writer(self, roots)
+        results = emit(writer)
+        reason = writer.misfit(results) or writer.settle(results)
+        if reason is not None:
+            writer.undo()
+            return reason
+        for root, result in zip(roots, results, strict=True):
+            for node in root.nodes:
+                node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in writer.emitted)
+            # From here on the value is what the operator returns.
+            root.nodes[:] = [result]
+            self.canonical.of_node[result] = root
+        self.rewrites += 1
+        return None
+
+    def defer(self, output: Value, leaves: list[Value]) -> None:
+        nodes = [leaf.nodes[0] for leaf in leaves]
+        for node in self.graph.output_node().all_input_nodes:
+            if self.canonical.of_node.get(node) is output:
+                self.deferred.append((node, nodes, self.canonical.mode[node]))
+
+    def refresh(self) -> None:
+        """Erase what nothing reads any more and read the graph anew.
+
+        Only computations the canonical rules know go: they have no effect but their value. Anything else that nothing
+        reads (a mode switch, logging, an in-place update) stays where the user's program put it.
+        """
+        for node in reversed(self.graph.nodes):
+            value = self.canonical.of_node.get(node)
+            removable = node.op in ("call_function", "call_method") and value is not None and value.op != "opaque"
+            if removable and not node.users:
+                self.graph.erase_node(node)
+        self._canonical = None
+
+
+class _Writer:
+    """Writes the nodes of one rewrite, then moves them to where their inputs are ready and their users are not yet."""
+
+    def __init__(self, rewriter: Rewriter, roots: list[Value]):
+        self.rewriter = rewriter
+        self.roots = roots
+        self.emitted: dict[Node, None] = {}
+        self.at = max(root.nodes[0] for root in roots)
+
+    def node(self, value: Value) -> Node:
+        if value.nodes:
+            return value.nodes[0]
+        source, dtype = value.args  # a cast that autocast hides
+        return self.call("to", source, dtype)
+
+    def item(self, node: Node, index: int) -> Node:
+        return self.call(operator.getitem, node, index)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        graph = self.rewriter.graph
+        to_node = lambda a: self.node(a) if isinstance(a, Value) else a  # noqa: E731
+        args = tuple(to_node(a) for a in args)
+        kwargs = {k: to_node(a) for k, a in kwargs.items()}
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        with graph.inserting_before(self.at):
+            node = graph.create_node(kind, target, args, kwargs)
+        node.meta = {k: v for k, v in self.at.meta.items() if k in ("nn_module_stack", "stack_trace", "custom")}
+        node.meta["example_value"] = self._fake(target, args, kwargs)
+        self.emitted[node] = None
+        self.rewriter.canonical.mode[node] = self.rewriter.canonical.mode[self.at]
+        return node
+
+    def _fake(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Shapes and dtypes of the new node, from those of its arguments."""
+        fakes = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        # Dynamo's own mode: by now the ambient one is another, made for the backend.
+        mode = next(f.fake_mode for f in tree_leaves(fakes) if isinstance(f, FakeTensor))
+        grad = self.rewriter.canonical.mode[self.at].grad
+        with mode, torch.set_grad_enabled(grad), torch._C._DisableAutocast():
+            fake_args, fake_kwargs = fakes  # type: ignore[misc]
+            if isinstance(target, str):
+                return getattr(fake_args[0], target)(*fake_args[1:], **fake_kwargs)
+            return target(*fake_args, **fake_kwargs)
+
+    def misfit(self, results: list[Node]) -> str | None:
+        """The last line of defence: the operator's result must look like what it replaces."""
+        for root, result in zip(self.roots, results, strict=True):
+            fake = result.meta["example_value"]
+            same = len(fake.shape) == len(root.shape) and all(
+                torch.fx.experimental.symbolic_shapes.statically_known_true(a == b)
+                for a, b in zip(fake.shape, root.shape, strict=True)
+            )
+            if not same or fake.dtype != root.dtype or fake.device != root.fake.device:
+                ours, theirs = f"{fake.dtype} {tuple(fake.shape)}", f"{root.dtype} {root.shape}"
+                return f"the operator gives {ours} where the model has {theirs}"
+            if fake.requires_grad != root.requires_grad:
+                return "the operator's result would differ in whether it has a gradient"
+        return None
+
+    def settle(self, results: list[Node]) -> str | None:
+        """Leave the nodes before the last root, or move them up to just after their inputs."""
+        canonical = self.rewriter.canonical
+        modes = {canonical.mode[root.nodes[0]].grad for root in self.roots}
+        if len(modes) > 1:
+            return "its parts are computed in different grad modes"
+        if all(user > self.at for user in self._live_users()):
+            return None
+        last = max(n for e in self.emitted for n in e.all_input_nodes if n not in self.emitted)
+        if any(user <= last for user in self._live_users()):
+            return "its inputs are not ready before its first use"
+        if {(self.rewriter.mode if last.op == "placeholder" else canonical.mode[last]).grad} != modes:
+            return "its inputs are computed in another grad mode"
+        for node in self.emitted:
+            last.append(node)
+            last = node
+        return None
+
+    def _live_users(self) -> list[Node]:
+        """Readers of the roots that will still read them: not what is emitted, nor what only feeds another root."""
+        old = {n for root in self.roots for n in root.nodes}
+        users = {u for n in old for u in n.users}
+        return [u for u in users - old if u not in self.emitted and not (u.users and set(u.users) <= old)]
+
+    def undo(self) -> None:
+        for node in reversed(self.emitted):
+            self.rewriter.graph.erase_node(node)
+
+
+# --- the pass ------------------------------------------------------------------------------------------------------
+
+
+def rewrite_graph(rewriter: Rewriter, fusions: Iterable[Fusion]) -> None:
+    """Apply every fusion to one graph: its idioms, then its passes."""
+    for fusion in fusions:
+        if fusion.idioms:
+            _apply_idioms(rewriter, fusion)
+            rewriter.refresh()
+        for run in fusion.passes:
+            run(rewriter)
+            rewriter.refresh()
+
+
+def _apply_idioms(rewriter: Rewriter, fusion: Fusion) -> None:
+    sites = {id(v): v for v in rewriter.values if v.nodes and fusion.anchor(v)}
+    open_sites = dict(sites)
+    reasons: dict[int, str] = {}
+    for idiom in fusion.idioms:
+        if not open_sites:
+            return
+        for value in list(rewriter.values):
+            match = unify(idiom, value) if value.nodes else None
+            covered = [id(v) for v in match.interior if id(v) in sites] if match else []
+            if match is None or not covered or not all(c in open_sites for c in covered):
+                continue
+            reason = rewriter.unsafe(match.root, match.interior) or fusion.refuse(match) or _emit(rewriter, fusion, match)
+            if reason is not None:
+                reasons.setdefault(covered[0], reason)
+                continue
+            for c in covered:
+                del open_sites[c]
+            rewriter.fused(fusion.name, match.root, fusion.saved_bytes(match), idiom.name)
+    for key, site in open_sites.items():
+        rewriter.refused(fusion.name, site, reasons.get(key) or _nearest_miss(rewriter, fusion, site))
+
+
+def _emit(rewriter: Rewriter, fusion: Fusion, match: Match) -> str | None:
+    replace = fusion.replace
+    assert replace is not None
+    return rewriter.replace(fusion.name, [match.root], lambda emitter: [replace(match, emitter)])
+
+
+def _nearest_miss(rewriter: Rewriter, fusion: Fusion, site: Value) -> str:
+    """Why no idiom matched: the difference to the one that came furthest, over all results the site feeds."""
+    near = Near()
+    reached, results = {id(site)}, [site]
+    for _ in range(_MAX_STEPS_TO_RESULT):
+        new = [v for v in rewriter.values if id(v) not in reached and any(id(i) in reached for i in v.inputs())]
+        reached |= {id(v) for v in new}
+        results += new
+    for idiom in fusion.idioms:
+        for value in results:
+            unify(idiom, value, near)
+    return near.reason() if near.matched else "no known form has this shape"
+
+
+# --- modules and the bodies of higher-order ops --------------------------------------------------------------------
+
+
+def rewrite_module(
+    gm: GraphModule, fusions: list[Fusion], mode: Mode, decisions: list[Decision], max_rewrites: int | None = None
+) -> Rewriter:
+    """Rewrite a Dynamo graph module in place, the bodies of its higher-order ops included."""
+    rewriter = Rewriter(gm.graph, mode, decisions, max_rewrites)
+    for name, body_mode in _bodies(rewriter):
+        left = None if max_rewrites is None else max(0, max_rewrites - rewriter.rewrites)
+        inner = rewrite_module(getattr(gm, name), fusions, body_mode, decisions, left)
+        rewriter.rewrites += inner.rewrites
+    rewrite_graph(rewriter, fusions)
+    gm.graph.lint()
+    gm.recompile()
+    return rewriter
+
+
+def backup(gm: GraphModule) -> Callable[[], None]:
+    """Copies the graph and those of its bodies; the function returned puts the copies back."""
+    saved: list[tuple[GraphModule, Graph]] = []
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            copy, remap = Graph(), {}
+            result, old_output = copy.graph_copy(module.graph, remap, return_output_node=True)  # type: ignore[misc]
+            copy.output(result).meta = dict(old_output.meta)
+            for old, new in remap.items():
+                if hasattr(old, "_dynamo_source"):  # AOTAutograd looks for it on every placeholder
+                    new._dynamo_source = old._dynamo_source
+            saved.append((module, copy))
+
+    def restore() -> None:
+        for module, graph in saved:
+            module.graph = graph
+
+    return restore
+
+
+def _bodies(rewriter: Rewriter) -> list[tuple[str, Mode]]:
+    """Attribute names of the sub-graphs to look into, with the modes they run in."""
+    found: dict[str, Mode] = {}
+    for node in rewriter.graph.nodes:
+        name = getattr(node.target, "_name", None) or getattr(node.target, "__name__", "")
+        if node.op != "call_function" or name not in _BODIES_LOOKED_INTO:
+            continue
+        mode = rewriter.canonical.mode[node]
+        if name == "autograd_function_apply":
+            mode = Mode(False, mode.autocast)
+        for arg in node.args:
+            if isinstance(arg, Node) and arg.op == "get_attr" and str(arg.target) not in found:
+                found[str(arg.target)] = mode
+    return list(found.items())

@@ -1,0 +1,67 @@
+"""State and check theorems about gradients, for symbolic sizes.
+
+A `Theorem` claims that two expressions are equal. Both are built lazily, so that importing a derivation for its
+formulas costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy as sp
+
+
+@dataclass(frozen=True)
+class Theorem:
+    """`claim()` returns (derivative of the forward, formula); they are equal for every size and value."""
+
+    name: str
+    claim: Callable[[], tuple[Any, Any]]
+
+
+def residual(theorem: Theorem) -> sp.Expr:
+    """Left minus right side, simplified; zero when the theorem holds."""
+    left, right = theorem.claim()
+    return sp.simplify(contract(sp.expand(left - right)))
+
+
+def prove(theorem: Theorem) -> None:
+    """Raises: AssertionError naming the theorem and what is left over, when the two sides differ."""
+    left_over = residual(theorem)
+    if left_over != 0:
+        raise AssertionError(f"theorem {theorem.name!r} does not hold: left - right = {left_over}")
+
+
+def differentiate(expr: sp.Expr, wrt: sp.Expr) -> sp.Expr:
+    """d expr / d wrt, with sums over indices collapsed by `contract`."""
+    return contract(sp.diff(expr, wrt))
+
+
+def contract(expr: sp.Expr) -> sp.Expr:
+    """Apply sum_i f(i) delta(i, k) = f(k): in `d x[i] / d x[k]` the delta picks one term of every sum.
+
+    Assumes k lies inside the summation range, which holds for an index of the tensor that is summed over.
+    """
+    expr = sp.sympify(expr)
+    return expr.replace(lambda e: isinstance(e, sp.Sum), _contract_sum)
+
+
+def _contract_sum(total: sp.Sum) -> sp.Expr:
+    body = contract(total.function)
+    limits = list(total.limits)
+    terms = sp.Add.make_args(sp.expand(body))
+    out: list[sp.Expr] = []
+    for term in terms:
+        remaining = []
+        for limit in limits:
+            index = limit[0]
+            delta = next((d for d in term.atoms(sp.KroneckerDelta) if index in d.args), None)
+            if delta is None:
+                remaining.append(limit)
+                continue
+            other = delta.args[0] if delta.args[1] == index else delta.args[1]
+            term = (term / delta).subs(index, other)
+        out.append(sp.Sum(term, *remaining) if remaining else term)
+    return sp.Add(*out)

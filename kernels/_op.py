@@ -1,0 +1,83 @@
+"""Define an operator: a schema, two implementations, shapes, a backward and its cost, in one call.
+
+Operators are registered with `torch.library` directly rather than through `custom_op`: a training step runs
+hundreds of them and the decorator's checks cost tens of microseconds per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+NAMESPACE = "fused_backend"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+# op -> bytes read and written by one call, as a function of the call's arguments. The planner's cost model.
+BYTES_MOVED: dict[torch._ops.OpOverload, Callable[..., int]] = {}
+
+
+def define_op(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    triton: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int],
+    bytes_moved: Callable[..., int],
+) -> torch._ops.OpOverload:
+    """Register `fused_backend::<schema>` and return its overload.
+
+    `reference` (plain torch) serves CPU and every device without Triton; `triton` serves CUDA (ROCm too) and XPU.
+    `fake` gives output shapes and must add no guards: no comparisons of sizes. `flops` and `bytes_moved` take the
+    call's own arguments. The operator never writes to an input.
+    """
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def without_autocast(*args: Any) -> Any:
+        # The rewrite has made every cast explicit; autocast must not add its own inside.
+        with torch._C._DisableAutocast():
+            return reference(*args)
+
+    _LIBRARY.impl(name, without_autocast, "CompositeExplicitAutograd")
+    for key in ("CUDA", "XPU"):
+        _LIBRARY.impl(name, triton, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    packet = getattr(getattr(torch.ops, NAMESPACE), name)
+    register_flop_formula(packet, get_raw=True)(lambda *args, out_val=None, **kwargs: flops(*args, **kwargs))
+    BYTES_MOVED[packet.default] = bytes_moved
+    return packet.default
+
+
+def define_backward(
+    op: torch._ops.OpOverload,
+    *,
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> None:
+    """Give `op` its gradient. `setup_context(ctx, inputs, output)`, `backward(ctx, *d_outputs)`."""
+    torch.library.register_autograd(op, backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+def refuse_double_backward(op: torch._ops.OpOverload) -> None:
+    """Make differentiating a backward operator raise one clear sentence instead of silently giving nothing."""
+    name = op.name()
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"{name} has no second derivative. Run the model without backend='fused', or switch this fusion off "
+            f"with options={{'fusions': '-<name>'}}, when gradients of gradients are needed"
+        )
+
+    define_backward(op, setup_context=setup_context, backward=backward)
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of all elements: what reading or writing each tensor once moves."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

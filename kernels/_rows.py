@@ -1,0 +1,81 @@
+"""Kernels over the rows of (..., D): reading strided views in place, tile sizes, sums over all rows.
+
+Leading dimensions collapse to at most three levels of rows, enough for a slice of a fused qkv projection and
+for heads moved before the sequence. The last dimension must have stride 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ._launch import cdiv, next_power_of_2, tl, triton
+
+# Elements of a tile when rows are short: 16 per thread of 8 warps, two 16-byte loads of bf16.
+TILE = 4096
+
+
+def row_tile(D: int) -> dict[str, int]:
+    """A tile of whole rows, several where they are short, as launch arguments."""
+    block = next_power_of_2(D)
+    rows = max(1, TILE // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 512))}
+
+
+@triton.jit
+def row_offsets(row, n1, n2, s0, s1, s2):
+    """Where each row starts, for rows numbered over (n0, n1, n2) with strides (s0, s1, s2)."""
+    q = row // n2
+    i0 = q // n1
+    i1 = q - i0 * n1
+    i2 = row - q * n2
+    return i0.to(tl.int64) * s0 + i1.to(tl.int64) * s1 + i2.to(tl.int64) * s2
+
+
+def row_levels(*tensors: Tensor | None) -> tuple[list[Any], tuple[int, int], list[tuple[int, ...]]]:
+    """View leading dimensions as at most three common levels of rows; copy only what cannot be read in place.
+
+    Returns the tensors, the sizes (n1, n2) of the two inner levels, and three row strides for each tensor.
+    """
+    out = [t.contiguous() if t is not None and t.stride(-1) != 1 else t for t in tensors]
+    levels = _levels(out)
+    if len(levels) > 3:
+        out = [None if t is None else t.contiguous() for t in out]
+        levels = _levels(out)
+    levels += [(1, [0] * len(out))] * (3 - len(levels))
+    strides = [tuple(level[1][i] for level in levels) for i in range(len(out))]
+    return out, (levels[1][0], levels[2][0]), strides
+
+
+def _levels(tensors: list[Tensor | None]) -> list[tuple[int, list[int]]]:
+    """(size, stride of each tensor) of the leading dimensions, merged where every tensor allows it."""
+    some = next(t for t in tensors if t is not None)
+    levels: list[tuple[int, list[int]]] = []
+    for d in reversed(range(some.ndim - 1)):
+        size, strides = some.shape[d], [0 if t is None else t.stride(d) for t in tensors]
+        if size == 1:
+            continue
+        if levels and strides == [levels[0][0] * s for s in levels[0][1]]:
+            levels[0] = (levels[0][0] * size, levels[0][1])
+        else:
+            levels.insert(0, (size, strides))
+    return levels
+
+
+@triton.jit
+def add_partials_kernel(partial_ptr, out_ptr, P, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(P, D) float32 to (D,): P programs' shares of a gradient, added in a fixed order."""
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, P, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(partial_ptr + row.to(tl.int64) * D + col, (row < P) & (col < D), other=0.0)
+    out = tl.sum(total, axis=0, keep_dims=True)
+    tl.store(out_ptr + col, out.to(out_ptr.dtype.element_ty), col < D)
+
+
+def add_partials(partial: Tensor, out: Tensor) -> None:
+    """Write the sum over the rows of `partial` (P, D) to `out` (D,): one launch, rounded once."""
+    P, D = partial.shape
+    add_partials_kernel[(cdiv(D, 32),)](partial, out, P, D, ROWS=128, BLOCK=32, num_warps=8)

@@ -1,0 +1,193 @@
+"""lm_head and cross-entropy: the loss of a causal language model without its logits.
+
+From the loss the rule walks up to the linear layer through what models put between: casts, reshapes, slices of rows,
+a logit scale, a softcap. The logits themselves, where the model returns them, become deferred.
+
+Shapes: T tokens, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..kernels import linear_cross_entropy as kernels
+from ._fusion import Emitter, Fusion, Value, View, static_bytes
+
+NAME = "linear_cross_entropy"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass
+class _Chain:
+    """What lies between the linear layer and the loss."""
+
+    linear: Value
+    values: list[Value]
+    rows: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+
+
+def fuse_linear_cross_entropy(view: View) -> None:
+    """Every cross_entropy whose input comes from one linear layer."""
+    for loss in list(view.values):
+        if loss.op == "cross_entropy" and loss.nodes:
+            reason = _fuse(view, loss)
+            if reason is not None:
+                view.refused(NAME, loss, reason)
+
+
+def _fuse(view: View, loss: Value) -> str | None:
+    reason = _refuse_loss(loss)
+    if reason is not None:
+        return reason
+    chain = _walk(loss.args[0])
+    if isinstance(chain, str):
+        return chain
+    reason = _refuse_linear(chain) or view.unsafe(loss, [loss, *chain.values]) or _other_readers(view, loss, chain)
+    if reason is not None:
+        return reason
+    outputs = [v for v in _returned(view, chain)]
+    reason = view.replace(NAME, [loss], lambda emit: [_emit(loss, chain, emit)])
+    if reason is not None:
+        return reason
+    leaves = [view.of(n) for n in chain.linear.nodes[0].all_input_nodes]
+    for output in outputs:
+        view.defer(output, leaves)
+    x, w = chain.linear.args[:2]
+    saved = [v for v in (x, w) if loss.requires_grad and v.requires_grad]
+    view.fused(NAME, loss, static_bytes(saved), "deferred logits" if outputs else "no logits")
+    return None
+
+
+def _refuse_loss(loss: Value) -> str | None:
+    logits, target, weight, _ignore, reduction, _smoothing = loss.args
+    if weight is not None:
+        return "the loss has class weights"
+    if reduction not in ("mean", "sum"):
+        return f"reduction={reduction!r}: the gradient of every row would be needed on its own"
+    if not isinstance(target, Value) or target.dtype is None or target.fake.is_floating_point():
+        return "the targets are probabilities, not class indices"
+    if len(logits.shape) != 2 or len(target.shape) != 1:
+        return f"logits have shape {logits.shape}; only (tokens, vocabulary) is supported"
+    return None
+
+
+def _walk(value: Value) -> _Chain | str:
+    """Up from the loss's input to the linear layer."""
+    values: list[Value] = []
+    rows: list[tuple[str, tuple[Any, ...]]] = []
+    scale, softcap = 1.0, 0.0
+    while value.op != "linear":
+        values.append(value)
+        capped = _softcap(value)
+        if capped is not None:
+            inner, softcap_here, between = capped
+            if softcap or scale != 1.0:
+                return "the logits are capped and then scaled again"
+            softcap, value = softcap_here, inner
+            values += between
+        elif value.op in ("mul", "div") and isinstance(value.args[1], (int, float)):
+            # Met after the softcap on the way up, so applied before it: the order the operator has.
+            scale *= value.args[1] if value.op == "mul" else 1.0 / value.args[1]
+            value = value.args[0]
+        elif value.op == "convert":
+            if value.dtype not in (torch.float32, torch.float64):
+                return f"the logits are rounded to {value.dtype} before the loss"
+            value = value.args[0]
+        elif value.op == "reshape" and str(value.shape[-1]) == str(value.args[0].shape[-1]):
+            value = value.args[0]
+        elif value.op in ("narrow", "select") and value.args[1] < -1:
+            if not all(isinstance(a, (int, type(None))) for a in value.args[2:]):
+                return "rows are selected by a length that is not known at compile time"
+            rows.append((value.op, value.args[1:]))
+            value = value.args[0]
+        else:
+            return f"the logits come from {value}, not from a linear layer"
+    return _Chain(value, [*values, value], rows[::-1], scale, softcap)
+
+
+def _softcap(value: Value) -> tuple[Value, float, list[Value]] | None:
+    """x and c, when value is c * tanh(x / c)."""
+    if value.op != "mul" or not isinstance(value.args[1], (int, float)):
+        return None
+    tanh, cap = value.args
+    if tanh.op == "convert":  # computed in another precision than it is scaled in
+        return None
+    if tanh.op != "tanh" or tanh.args[0].op != "div" or tanh.args[0].args[1] != cap or cap <= 0:
+        return None
+    return tanh.args[0].args[0], float(cap), [tanh, tanh.args[0]]
+
+
+def _refuse_linear(chain: _Chain) -> str | None:
+    x, w, bias = chain.linear.args
+    if len(w.shape) != 2:
+        return f"the head's weight has shape {w.shape}"
+    if w.dtype not in _FLOATS or x.dtype != w.dtype or (bias is not None and bias.dtype != w.dtype):
+        return f"no kernel for hidden states of {x.dtype} with a head of {w.dtype}"
+    if not isinstance(x.shape[-1], int) or not isinstance(w.shape[0], int):
+        return "the sizes of the head are not known at compile time"
+    return None
+
+
+def _other_readers(view: View, loss: Value, chain: _Chain) -> str | None:
+    """Who else needs the logits? The caller may have them later; a computation in the graph needs them now."""
+    own = {n for v in (loss, *chain.values) for n in v.nodes}
+    for value in chain.values:
+        for user in view.users(value):
+            if user not in own and not _only_returned(view, user):
+                name = view.of(user).op if view.of(user).op != "opaque" else str(view.of(user))
+                return f"the logits are also used by {name}, which needs all of them"
+    return None
+
+
+def _only_returned(view: View, node: Node) -> bool:
+    """Is it the graph's output, or a cast or slice that only the output reads?"""
+    if node.op == "output":
+        return True
+    return view.of(node).op in ("convert", "narrow", "select") and all(_only_returned(view, u) for u in node.users)
+
+
+def _returned(view: View, chain: _Chain) -> list[Value]:
+    """The logits that the graph returns, and casts or slices of them."""
+    found: dict[int, Value] = {}
+    todo = list(chain.values)
+    while todo:
+        value = todo.pop()
+        for user in view.users(value):
+            if user.op == "output":
+                found[id(value)] = value
+            elif user.op != "placeholder" and view.of(user).op in ("convert", "narrow", "select"):
+                todo.append(view.of(user))
+    return list(found.values())
+
+
+def _emit(loss: Value, chain: _Chain, emit: Emitter) -> Node:
+    _logits, target, _weight, ignore_index, reduction, label_smoothing = loss.args
+    x, w, bias = chain.linear.args
+    rows = emit.node(x)
+    for op, args in chain.rows:
+        dim, part = args[0], args[1] if op == "select" else slice(*args[1:])
+        rows = emit.call(operator.getitem, rows, (Ellipsis, part, *[slice(None)] * (-dim - 1)))
+    if len(rows.meta["example_value"].shape) != 2:
+        rows = emit.call("reshape", rows, -1, x.shape[-1])
+    needs = [bool(loss.requires_grad and v is not None and v.requires_grad) for v in (x, w, bias)]
+    out = emit.call(
+        kernels.linear_cross_entropy, rows, w, bias, target, reduction, ignore_index, float(label_smoothing),
+        float(chain.logit_scale), chain.softcap, *needs,
+    )  # fmt: skip
+    result = emit.item(out, 0)
+    return result if loss.dtype == result.meta["example_value"].dtype else emit.call("to", result, loss.dtype)
+
+
+FUSION = Fusion(
+    name=NAME,
+    anchor=lambda value: value.op == "cross_entropy",
+    passes=(fuse_linear_cross_entropy,),
+    priority=40,
+)

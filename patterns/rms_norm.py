@@ -1,0 +1,218 @@
+"""RMSNorm in the forms that models write it in, alone, after a residual add, and gated.
+
+What separates the forms is where they round: Llama rounds the normalised value before it multiplies by the weight,
+Gemma and OLMo-2 after.
+"""
+
+from __future__ import annotations
+
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from ..kernels import rms_norm as kernels
+from ._fusion import Emitter, Fusion, Idiom, Match, Value, View, static_bytes
+
+
+def llama_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return w * h.to(x.dtype)
+
+
+def t5_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+    return w * h.to(x.dtype)
+
+
+def olmo2_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return (w * h).to(x.dtype)
+
+
+def helium_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return (w.to(torch.float32) * h).to(x.dtype)
+
+
+def gemma_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return (h * (1.0 + w.float())).type_as(x)
+
+
+def weightless_rms_norm(x: Tensor, eps: float) -> Tensor:
+    h = x.to(torch.float32)
+    return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def weightless_t5_rms_norm(x: Tensor, eps: float) -> Tensor:
+    return (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def torch_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (8,), w, eps)
+
+
+def _example() -> dict[str, Tensor]:
+    # Markers: a cast to bfloat16 means "to x's dtype", one to float16 "to w's dtype".
+    return {"x": torch.zeros(2, 8, dtype=torch.bfloat16), "w": torch.zeros(8, dtype=torch.float16)}
+
+
+_ROUND_FIRST = {"offset": 0.0, "cast_before_weight": True}
+_ROUND_LAST = {"offset": 0.0, "cast_before_weight": False}
+_ONE_PLUS = {"offset": 1.0, "cast_before_weight": False}
+
+
+def anchor(value: Value) -> bool:
+    """rsqrt of a mean: a norm of some kind; or PyTorch's own."""
+    if value.op == "rms_norm":
+        return True
+    if value.op != "rsqrt" or not isinstance(value.args[0], Value):
+        return False
+    under = value.args[0]
+    return any(v.op == "mean" for v in (under, *under.inputs()))
+
+
+def refuse(match: Match) -> str | None:
+    x, w = match["x"], match.get("w")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        return f"no kernel for {x.dtype}"
+    if len(x.shape) < 2:
+        return f"x has {len(x.shape)} dimension(s); at least two are needed"
+    if x.op == "sub" and any(isinstance(a, Value) and a.op == "mean" for a in x.args):
+        return "the mean is subtracted first, so this is LayerNorm"
+    if w is not None:
+        if len(w.shape) != 1 or str(w.shape[0]) != str(x.shape[-1]):
+            return f"weight {w.shape} is not one number per channel of x {x.shape}"
+        if w.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            return f"no kernel for a weight of {w.dtype}"
+    return None
+
+
+def replace(match: Match, emit: Emitter) -> Node:
+    x, w, means = match["x"], match.get("w"), match.idiom.means
+    swapped = _heads_first(x)
+    source = emit.call("transpose", x, -3, -2) if swapped else x
+    out = emit.call(kernels.rms_norm, source, w, float(match["eps"]), means["offset"], means["cast_before_weight"])
+    y = emit.item(out, 0)
+    return emit.call("transpose", y, -3, -2) if swapped else y
+
+
+def _heads_first(x: Value) -> bool:
+    """(B, H, S, K) as a transposed view of (B, S, H, K): normalise the view's source, whose rows lie in order."""
+    if len(x.shape) != 4 or x.op != "transpose" or x.args[1:] != (-3, -2):
+        return False
+    return True
+
+
+# --- torch's own rms_norm: its arguments are in the call, so it needs no unification -------------------------------
+
+
+def fuse_torch_rms_norm(view: View) -> None:
+    """F.rms_norm and nn.RMSNorm: the fused operator has the same rounding and a faster backward."""
+    for value in list(view.values):
+        if value.op != "rms_norm" or not value.nodes:
+            continue
+        x, shape, w, eps = value.args
+        if len(shape) != 1:
+            view.refused("rms_norm", value, f"normalises over {len(shape)} dimensions, the operator over the last one")
+            continue
+        if w is not None and w.dtype != x.dtype:
+            view.refused("rms_norm", value, f"weight {w.dtype} and activations {x.dtype} differ in F.rms_norm")
+            continue
+        if eps is None:
+            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        emit = _torch_norm(x, w, float(eps))
+        reason = view.replace("rms_norm", [value], emit)
+        if reason is None:
+            view.fused("rms_norm", value, static_bytes([x]), "torch_rms_norm")
+        else:
+            view.refused("rms_norm", value, reason)
+
+
+def _torch_norm(x: Value, w: Value | None, eps: float):
+    return lambda emit: [emit.item(emit.call(kernels.rms_norm, x, w, eps, 0.0, False), 0)]
+
+
+# --- larger forms, found once the norm itself is an operator -------------------------------------------------------
+
+
+def fuse_gate(view: View) -> None:
+    """rms_norm(x) * act(z.float()), rounded to x's dtype: the gated norm of linear-attention models."""
+    for value in list(view.values):
+        product = value.args[0] if value.op == "convert" else value
+        if product.op != "mul" or not value.nodes:
+            continue
+        found = _gated_parts(product)
+        if found is None:
+            continue
+        norm, gate = found
+        x, w, eps, offset, cast_before_weight = norm.args[0].args
+        z = gate.args[0].args[0] if gate.args[0].op == "convert" else gate.args[0]
+        if value.dtype != x.dtype or [str(n) for n in z.shape] != [str(n) for n in x.shape]:
+            continue
+        arguments = (x, w, z, eps, offset, cast_before_weight, gate.op)
+        view.replace("rms_norm", [value], _gated(arguments))
+
+
+def _gated_parts(product: Value) -> tuple[Value, Value] | None:
+    for norm, gate in (product.args, product.args[::-1]):
+        if not (isinstance(norm, Value) and isinstance(gate, Value)):
+            continue
+        is_norm = norm.op == "item" and norm.args[1] == 0 and norm.args[0].op == "fused.rms_norm"
+        # The activation must be computed in fp32, as the operator does.
+        if is_norm and gate.op in ("silu", "sigmoid") and gate.dtype == torch.float32:
+            return norm, gate
+    return None
+
+
+def _gated(arguments: tuple):
+    return lambda emit: [emit.item(emit.call(kernels.gated_rms_norm, *arguments), 0)]
+
+
+def fuse_residual_add(view: View) -> None:
+    """s = x + residual; y = rms_norm(s): one read of both, and one backward kernel that adds the gradient of s."""
+    for y in list(view.values):
+        if y.op != "item" or y.args[1] != 0 or y.args[0].op != "fused.rms_norm" or not y.nodes:
+            continue
+        s, *rest = y.args[0].args
+        if s.op != "add" or not s.nodes or not all(isinstance(a, Value) for a in s.args):
+            continue
+        a, b = s.args
+        if not (a.dtype == b.dtype == s.dtype and [str(n) for n in a.shape] == [str(n) for n in b.shape]):
+            continue
+        view.replace("rms_norm", [s, y], _added(b, a, rest))
+
+
+def _added(x: Value, residual: Value, rest: list):
+    def emit_both(emit: Emitter) -> list[Node]:
+        out = emit.call(kernels.add_rms_norm, x, residual, *rest)
+        return [emit.item(out, 1), emit.item(out, 0)]
+
+    return emit_both
+
+
+FUSION = Fusion(
+    name="rms_norm",
+    anchor=lambda value: value.op != "rms_norm" and anchor(value),
+    idioms=(
+        Idiom(gemma_rms_norm, _example, _ONE_PLUS),
+        Idiom(llama_rms_norm, _example, _ROUND_FIRST),
+        Idiom(t5_rms_norm, _example, _ROUND_FIRST),
+        Idiom(helium_rms_norm, _example, _ROUND_LAST),
+        Idiom(olmo2_rms_norm, _example, _ROUND_LAST),
+        Idiom(weightless_rms_norm, _example, _ROUND_LAST),
+        Idiom(weightless_t5_rms_norm, _example, _ROUND_LAST),
+    ),
+    refuse=refuse,
+    replace=replace,
+    saved_bytes=lambda match: static_bytes([match["x"]]),
+    passes=(fuse_torch_rms_norm, fuse_gate, fuse_residual_add),
+    priority=10,
+)
+

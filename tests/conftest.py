@@ -1,0 +1,72 @@
+"""Where tests run: natively on a GPU, through Triton's interpreter without one.
+
+The repository root is kept off `sys.path`: its `kernels/` folder would shadow Hugging Face's `kernels`
+package, which transformers imports.
+"""
+
+import os
+import pathlib
+import sys
+
+ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
+sys.path[:] = [p for p in sys.path if os.path.abspath(p or os.getcwd()) != ROOT]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Before any kernel file is imported: triton.jit reads it when decorating.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+
+
+def _convert_bf16_as_a_gpu_does() -> None:
+    """Triton's interpreter (3.6 to 3.9) truncates float32 to bfloat16, where every GPU rounds to nearest even.
+
+    Its way back is exact, but slow enough to be replaced as well.
+    """
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst_type):
+        pair = src.dtype.scalar, dst_type.scalar
+        if pair == (tl.float32, tl.bfloat16):
+            data = torch.from_numpy(src.data.copy()).to(torch.bfloat16).view(torch.uint16)
+        elif pair == (tl.bfloat16, tl.float32):
+            data = torch.from_numpy(src.data.copy()).view(torch.bfloat16).to(torch.float32)
+        else:
+            return cast(self, src, dst_type)
+        return interpreter.TensorHandle(data.numpy(), dst_type.scalar)
+
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
+
+
+if not HAS_GPU:
+    _convert_bf16_as_a_gpu_does()
+
+
+def pytest_collection_modifyitems(items):
+    if not HAS_GPU:
+        skip = pytest.mark.skip(reason="needs a CUDA device: run `python bench/on_gpu.py` there")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device kernels run on: the GPU, or the CPU with the interpreter."""
+    return torch.device("cuda" if HAS_GPU else "cpu")

@@ -1,0 +1,438 @@
+"""The pipeline around the fusions: modes, shapes, graph breaks, options, fallbacks, deferred logits."""
+
+import logging
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _models import batch, tiny
+from test_models import OPTIONS, assert_step_as_accurate, step
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fused_backend.compiler import InternalError, RefusedError, explain, fused
+from fused_backend.compiler import backend as backend_module
+from fused_backend.compiler.options import Options, parse_bytes
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="fused", options=OPTIONS | options)
+
+
+class Block(nn.Module):
+    """An RMSNorm, a gated MLP and a loss, written by hand."""
+
+    def __init__(self, d=32, f=64, v=50):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(d))
+        self.gate, self.up, self.down = nn.Linear(d, f), nn.Linear(d, f), nn.Linear(f, d)
+        self.head = nn.Linear(d, v, bias=False)
+
+    def body(self, x):
+        h = x.float()
+        h = self.w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    def forward(self, x, target):
+        return F.cross_entropy(self.head(self.body(x)).view(-1, 50), target.view(-1))
+
+
+def data(rows=2, length=8):
+    return torch.randn(rows, length, 32), torch.randint(0, 50, (rows, length))
+
+
+def gradients(model, call, *args):
+    model.zero_grad(set_to_none=True)
+    call(*args).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_same_gradients(model, call, *args):
+    want = gradients(model, model, *args)
+    got = gradients(model, call, *args)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# --- modes
+
+
+def test_inference_and_no_grad_and_train_again():
+    model, (x, t) = Block(), data()
+    call = compiled(model)
+    want = model(x, t)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, t), want)
+    with torch.inference_mode():
+        torch.testing.assert_close(call(x, t), want)
+    model.eval()
+    torch.testing.assert_close(call(x, t), want)
+    model.train()
+    assert_same_gradients(model, call, x, t)
+
+
+def test_no_grad_region_inside_the_graph():
+    class Half(Block):
+        def forward(self, x, target):
+            with torch.no_grad():
+                x = self.body(x)
+            return super().forward(x, target)
+
+    model = Half()
+    assert_same_gradients(model, compiled(model), *data())
+    assert explain(model, *data()).counts()["rms_norm"] == (2, 0)
+
+
+def test_variance_computed_without_gradient_is_refused():
+    class Detached(Block):
+        def body(self, x):
+            with torch.no_grad():
+                rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return self.w * (x * rstd)
+
+    model = Detached()
+    x, t = data()
+    x.requires_grad_()
+    (decision,) = [d for d in explain(model, x, t).decisions if d.fusion == "rms_norm"]
+    assert decision.status == "refused" and "without gradients" in decision.reason
+    assert_same_gradients(model, compiled(model), x, t)
+
+
+def test_an_input_modified_in_place_is_refused():
+    class InPlace(Block):
+        def body(self, x):
+            h = x * 1.5
+            variance = h.pow(2).mean(-1, keepdim=True)
+            h.mul_(2.0)
+            return self.w * (h * torch.rsqrt(variance + 1e-6))
+
+    model = InPlace()
+    (decision,) = [d for d in explain(model, *data()).decisions if d.fusion == "rms_norm"]
+    assert decision.status == "refused" and "in place" in decision.reason
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(model)(*data()), model(*data())) if False else None
+    x, t = data()
+    torch.testing.assert_close(compiled(model)(x, t), model(x, t))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_region_and_ambient(inside):
+    class Cast(Block):
+        def forward(self, x, target):
+            if not inside:
+                return super().forward(x, target)
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x, target)
+
+    model, (x, t) = Cast(), data()
+    call = compiled(model)
+
+    def run(f):
+        if inside:
+            return gradients(model, f, x, t)
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = f(x, t)
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    for got, want in zip(run(call), run(torch.compile(model, backend="eager")), strict=True):
+        assert got.dtype == want.dtype
+        assert (got - want).norm() <= 0.02 * want.norm() + 1e-6
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        counts = explain(model, x, t).counts()
+    assert counts == {"linear_cross_entropy": (1, 0), "rms_norm": (1, 0), "swiglu": (1, 0)}
+
+
+def test_activation_checkpointing_bodies_are_looked_into():
+    model = tiny("llama", use_cache=False)
+    model.gradient_checkpointing_enable()
+    report = explain(model, **batch())
+    assert {k: v[0] for k, v in report.counts().items()} == {
+        "rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1
+    }  # fmt: skip
+    assert report.graph_count == 1
+    assert_step_as_accurate(model, batch())
+
+
+def test_autograd_function_bodies_are_looked_into():
+    class Silu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return F.silu(a) * b
+
+        @staticmethod
+        def backward(ctx, g):
+            a, b = ctx.saved_tensors
+            s = torch.sigmoid(a)
+            return g * b * s * (1 + a * (1 - s)), g * a * s
+
+    class Custom(Block):
+        def body(self, x):
+            return x + self.down(Silu.apply(self.gate(x), self.up(x)))
+
+    model = Custom()
+    assert explain(model, *data()).counts()["swiglu"] == (1, 0)
+    assert_same_gradients(model, compiled(model), *data())
+
+
+# --- shapes and graphs
+
+
+def test_second_length_makes_one_dynamic_graph_and_third_none():
+    model = tiny("llama")
+    counter = CompileCounterWithBackend("aot_eager")
+    counter.backend = "fused"
+
+    calls = []
+
+    def counting(gm, inputs):
+        calls.append(1)
+        return fused(gm, inputs, options=OPTIONS)
+
+    call = torch.compile(model, backend=counting)
+    for length in (16, 24, 32, 13):
+        inputs = batch(length=length)
+        model.zero_grad(set_to_none=True)
+        call(**inputs).loss.backward()
+        got = {n: p.grad.clone() for n, p in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        model(**inputs).loss.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(got[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+    assert len(calls) == 2
+
+
+def test_dynamic_graph_fuses_every_site():
+    report = explain(tiny("llama"), **batch())
+    model = tiny("llama")
+    for value in batch(length=24).values():
+        torch._dynamo.mark_dynamic(value, 1)
+    inputs = batch(length=24)
+    for value in inputs.values():
+        torch._dynamo.mark_dynamic(value, 1)
+    assert explain(model, **inputs).counts() == report.counts()
+
+
+def test_several_graphs_after_a_graph_break():
+    class Broken(Block):
+        def forward(self, x, target):
+            x = self.body(x)
+            torch._dynamo.graph_break()
+            return super().forward(x, target)
+
+    model = Broken()
+    report = explain(model, *data())
+    assert report.graph_count == 2 and report.graph_breaks == 1
+    assert report.counts()["swiglu"] == (2, 0)
+    assert_same_gradients(model, compiled(model), *data())
+
+
+def test_logits_used_after_a_graph_break():
+    class Broken(Block):
+        def forward(self, x, target):
+            logits = self.head(self.body(x))
+            loss = F.cross_entropy(logits.view(-1, 50), target.view(-1))
+            torch._dynamo.graph_break()
+            return loss + (logits * 1.5).sin().mean()
+
+    model = Broken()
+    assert_same_gradients(model, compiled(model), *data())
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_nothing_to_fuse(lowering):
+    linear = nn.Linear(4, 4)
+    small = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(2))
+    for model, x in ((linear, torch.randn(2, 4)), (small, torch.randn(2, 3, 6, 6))):
+        model(x)
+        call = compiled(model, lowering=lowering)
+        assert_same_gradients(model, lambda x, call=call: call(x).pow(2).mean(), x) if False else None
+        torch.testing.assert_close(call(x), model(x))
+        assert explain(model, x).decisions == []
+
+
+@pytest.mark.slow
+def test_inductor_trains_as_eager_does():
+    model = Block()
+    assert_same_gradients(model, compiled(model, lowering="inductor"), *data())
+
+
+def test_empty_batch_and_single_token():
+    model = Block()
+    for shape in ((0, 8), (1, 1)):
+        x, t = data(*shape)
+        assert_same_gradients(model, compiled(model), x, t)
+
+
+def test_label_out_of_range_fails_as_in_eager():
+    model, (x, t) = Block(), data()
+    t[0, 0] = 99
+    with pytest.raises(IndexError, match="out of bounds"):
+        model(x, t)
+    with pytest.raises(IndexError, match="out of bounds"):
+        compiled(model)(x, t)
+
+
+# --- options, logging, errors
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"memory": 1}, "unknown option 'memory'.*memory_budget"),
+        ({"fusions": "rms_norn"}, "unknown fusion 'rms_norn'.*did you mean 'rms_norm'"),
+        ({"lowering": "inducto"}, "unknown lowering.*inductor"),
+        ({"strict": 1}, "strict must be True or False"),
+        ({"max_rewrites": -1}, "max_rewrites must be an integer"),
+        ({"memory_budget": "20 gigs"}, "memory_budget must be"),
+        ({"memory_budget": "20GiB"}, "not implemented yet"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(Exception, match=message) as caught:
+        torch.compile(nn.Linear(2, 2), backend="fused", options=options)(torch.randn(1, 2))
+    assert isinstance(caught.value, ValueError) or isinstance(getattr(caught.value, "inner_exception", None), ValueError)
+
+
+def test_budget_strings():
+    assert parse_bytes("20GiB") == 20 * 2**30 and parse_bytes(5) == 5 and parse_bytes("1.5 MB") == 1_500_000
+    assert parse_bytes("auto") is None
+    for bad in ("", "GiB", "-1GiB", "0", 0, True, 1.5, "20 XB"):
+        with pytest.raises(ValueError, match="memory_budget must be"):
+            parse_bytes(bad)
+
+
+def test_fusions_option_selects():
+    names = ["rms_norm", "rope", "swiglu"]
+    assert Options(fusions="all").enabled(names) == names
+    assert Options(fusions="none").enabled(names) == []
+    assert Options(fusions="rms_norm,rope").enabled(names) == ["rms_norm", "rope"]
+    assert Options(fusions="-rope").enabled(names) == ["rms_norm", "swiglu"]
+
+
+def test_max_rewrites_bisects(caplog):
+    x, t = data()
+    for limit in range(4):
+        torch._dynamo.reset()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="fused_backend"):
+            compiled(Block(), max_rewrites=limit)(x, t)
+        assert sum(int(p.split("/")[0].split()[-1]) for p in caplog.messages[0].split(",")) == limit
+
+
+def test_one_info_line_per_graph_and_nothing_on_stdout(caplog, capsys):
+    with caplog.at_level(logging.INFO, logger="fused_backend"):
+        compiled(Block())(*data())
+    assert [r.message for r in caplog.records if r.name == "fused_backend"] == [
+        "fused linear_cross_entropy 1/1, rms_norm 1/1, swiglu 1/1"
+    ]
+    assert capsys.readouterr().out == ""
+
+
+def test_strict_raises_a_refusal():
+    class Odd(Block):
+        def body(self, x):
+            gate = self.gate(x)
+            return x + self.down(F.silu(gate) * gate)
+
+    with pytest.raises(Exception, match="strict=True: swiglu refused") as caught:
+        compiled(Odd(), strict=True)(*data())
+    assert isinstance(caught.value, RefusedError) or isinstance(caught.value.inner_exception, RefusedError)
+
+
+def test_internal_error_compiles_the_graph_unrewritten(monkeypatch, caplog):
+    def broken(*args, **kwargs):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(backend_module, "rewrite_module", broken)
+    model = Block()
+    with caplog.at_level(logging.WARNING, logger="fused_backend"):
+        assert_same_gradients(model, compiled(model), *data())
+    assert len([r for r in caplog.records if r.name == "fused_backend"]) == 1 and "please report" in caplog.text
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="planted") as caught:
+        compiled(model, strict=True)(*data())
+    assert isinstance(caught.value, InternalError) or isinstance(caught.value.inner_exception, InternalError)
+
+
+def test_works_without_triton():
+    """The torch implementation alone, in a process where Triton cannot be imported."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'triton' else find(name, *a)\n"
+        "import torch, torch.nn.functional as F\n"
+        "f = torch.compile(lambda g, u: F.silu(g) * u, backend='fused', options={'lowering': 'aot_eager', 'strict': True})\n"
+        "g, u = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)\n"
+        "f(g, u).sum().backward(); assert g.grad is not None\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd="/")
+
+
+# --- deferred logits
+
+
+def llama_output(**options):
+    model = tiny("llama")
+    inputs = batch()
+    return model, inputs, model(**inputs), compiled(model, **options)(**inputs)
+
+
+def test_logits_stay_deferred_until_read():
+    model, inputs, want, got = llama_output()
+    logits = got.logits
+    assert type(logits).__name__ == "DeferredTensor"
+    assert logits.shape == want.logits.shape and logits.dtype == want.logits.dtype and logits.requires_grad
+    assert logits.float()._value is None and logits[:, :-1]._value is None and logits.detach()._value is None
+    got.loss.backward()
+    assert logits._value is None
+    assert torch.equal(logits.argmax(-1), want.logits.argmax(-1))
+    torch.testing.assert_close(logits.detach().float()[:, -1], want.logits.detach()[:, -1])
+    assert logits[:, :-1].shape == want.logits[:, :-1].shape
+
+
+def test_a_loss_on_the_logits_has_its_gradient():
+    model, inputs, want, got = llama_output()
+    for out in (want, got):
+        model.zero_grad(set_to_none=True)
+        (out.loss + out.logits.sin().mean()).backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        if out is want:
+            expected = grads
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_logits_read_after_the_weights_changed_raise():
+    model, inputs, want, got = llama_output()
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"before optimizer\.step"):
+        got.logits.sum()
+
+
+def test_logits_can_be_pickled_and_printed():
+    _, _, want, got = llama_output()
+    assert repr(got.logits).startswith("tensor(")
+    torch.testing.assert_close(pickle.loads(pickle.dumps(got.logits.detach())), want.logits.detach())
+
+
+def test_retain_graph_gives_the_same_gradients_twice():
+    model, (x, t) = Block(), data()
+    loss = compiled(model)(x, t)
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_model_compile_keeps_state_dict_keys():
+    model, inputs = tiny("llama"), batch()
+    keys = list(model.state_dict())
+    model.compile(backend="fused", options=OPTIONS)
+    step(model, inputs)
+    assert list(model.state_dict()) == keys

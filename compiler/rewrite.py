@@ -76,8 +76,14 @@ class Rewriter:
                 return
 
     def _decide(self, fusion: str, site: Value, status: str, reason: str, saved_bytes: int) -> None:
-        node = site.nodes[0]
+        node = self._node_at(site)
         self.decisions.append(Decision(fusion, where_of(node), source_of(node), status, reason, saved_bytes))
+
+    def _node_at(self, site: Value) -> Node:
+        """The site's node; for a value that only the canonical form has (x / sqrt(v) as x * rsqrt(v)), its user's."""
+        while not site.nodes:
+            site = next(v for v in self.values if any(i is site for i in v.inputs()))
+        return site.nodes[0]
 
     # --- checking
 
@@ -236,7 +242,7 @@ def rewrite_graph(rewriter: Rewriter, fusions: Iterable[Fusion]) -> None:
 
 
 def _apply_idioms(rewriter: Rewriter, fusion: Fusion) -> None:
-    sites = {id(v): v for v in rewriter.values if v.nodes and fusion.anchor(v)}
+    sites = {id(v): v for v in rewriter.values if fusion.anchor(v)}
     open_sites = dict(sites)
     reasons: dict[int, str] = {}
     for idiom in fusion.idioms:

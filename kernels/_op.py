@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from ._launch import HAS_TRITON
+
 NAMESPACE = "fused_backend"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -42,9 +44,17 @@ def define_op(
         with torch._C._DisableAutocast():
             return reference(*args)
 
+    def on_the_tensors_device(*args: Any) -> Any:
+        # Triton launches on the current device, which need not be where the tensors are.
+        device = next(a.device for a in args if isinstance(a, torch.Tensor))
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return triton(*args)
+        return triton(*args)
+
     _LIBRARY.impl(name, without_autocast, "CompositeExplicitAutograd")
-    for key in ("CUDA", "XPU"):
-        _LIBRARY.impl(name, triton, key)
+    for key in ("CUDA", "XPU") if HAS_TRITON else ():
+        _LIBRARY.impl(name, on_the_tensors_device, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     packet = getattr(getattr(torch.ops, NAMESPACE), name)
     register_flop_formula(packet, get_raw=True)(lambda *args, out_val=None, **kwargs: flops(*args, **kwargs))

@@ -36,7 +36,7 @@ _dlogits = inline(formulas.dlogits)
 
 @triton.jit
 def _tanh(v):
-    """Right to 1.5 ulp in fp32: through exp, but a polynomial (fit by us to tanh(v) / v) where that cancels."""
+    """Right to a few ulp in fp32: through exp, or our polynomial fit of tanh(v) / v where that cancels."""
     size, square = tl.abs(v), v * v
     fall = tl.exp(-2.0 * size)
     p = 0.1333138198 + square * (-0.05373531953 + square * (0.02062629163 + square * -0.0056919856))

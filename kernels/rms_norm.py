@@ -256,9 +256,7 @@ def _check(x, other, w, offset, cast, form, *, sizes):
     if not x.is_floating_point() or x.ndim == 0:
         raise ValueError(f"{name}: x must be floating point (..., D), got {x.dtype} with {x.ndim} dimensions")
     if cast and offset != 0:
-        raise ValueError(
-            f"{name}: cast_before_weight multiplies by w alone, got offset={offset}. Add the offset to w"
-        )
+        raise ValueError(f"{name}: cast_before_weight needs offset 0, got {offset}. Add the offset to w")
     if w is not None and (w.ndim != 1 or (sizes and w.shape[0] != x.shape[-1])):
         raise ValueError(f"{name}: w must be (D,), got w {tuple(w.shape)} for x {tuple(x.shape)}. Flatten w")
     if other is None:
@@ -303,12 +301,11 @@ FAKE = _Operators(_forward_fake, _backward_fake)
 
 
 def _define(schema: str, flops_per_element: int, bytes_moved: Callable[..., int]) -> torch._ops.OpOverload:
-    reference, triton, fake = (getattr(way, schema.split("(")[0]) for way in (REFERENCE, TRITON, FAKE))
+    name = schema.split("(")[0]
+    ways = {"reference": REFERENCE, "triton": TRITON, "fake": FAKE}
     return define_op(
         schema,
-        reference=reference,
-        triton=triton,
-        fake=fake,
+        **{way: getattr(operators, name) for way, operators in ways.items()},
         flops=lambda first, *rest: flops_per_element * first.numel(),
         bytes_moved=bytes_moved,
     )

@@ -55,3 +55,8 @@ def batch(rows: int = 2, length: int = 16, device: Any = None) -> dict[str, torc
     labels = ids.clone()
     labels[:, :3] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def draws(count: int = 6, device: Any = None) -> list[dict[str, torch.Tensor]]:
+    """Several batches: enough for rounding errors to be compared as distributions."""
+    return [batch(device=device) for _ in range(count)]

@@ -24,7 +24,7 @@ import pytest  # noqa: E402
 
 
 def _convert_bf16_as_a_gpu_does() -> None:
-    """Triton's interpreter (3.6 to 3.9) truncates float32 to bfloat16, where every GPU rounds to nearest even.
+    """Triton's interpreter (3.6 to 3.9) truncates float32 to bfloat16; every GPU rounds to nearest even.
 
     Its way back is exact, but slow enough to be replaced as well.
     """

@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from _models import batch, tiny
+from _models import batch, draws, tiny
 from test_models import OPTIONS, assert_step_as_accurate, step
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_backend.compiler import InternalError, RefusedError, explain, fused
 from fused_backend.compiler import backend as backend_module
@@ -112,8 +111,6 @@ def test_an_input_modified_in_place_is_refused():
     model = InPlace()
     (decision,) = [d for d in explain(model, *data()).decisions if d.fusion == "rms_norm"]
     assert decision.status == "refused" and "in place" in decision.reason
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(model)(*data()), model(*data())) if False else None
     x, t = data()
     torch.testing.assert_close(compiled(model)(x, t), model(x, t))
 
@@ -155,7 +152,7 @@ def test_activation_checkpointing_bodies_are_looked_into():
         "rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1
     }  # fmt: skip
     assert report.graph_count == 1
-    assert_step_as_accurate(model, batch())
+    assert_step_as_accurate(model, draws())
 
 
 def test_autograd_function_bodies_are_looked_into():
@@ -185,9 +182,6 @@ def test_autograd_function_bodies_are_looked_into():
 
 def test_second_length_makes_one_dynamic_graph_and_third_none():
     model = tiny("llama")
-    counter = CompileCounterWithBackend("aot_eager")
-    counter.backend = "fused"
-
     calls = []
 
     def counting(gm, inputs):
@@ -251,7 +245,6 @@ def test_nothing_to_fuse(lowering):
     for model, x in ((linear, torch.randn(2, 4)), (small, torch.randn(2, 3, 6, 6))):
         model(x)
         call = compiled(model, lowering=lowering)
-        assert_same_gradients(model, lambda x, call=call: call(x).pow(2).mean(), x) if False else None
         torch.testing.assert_close(call(x), model(x))
         assert explain(model, x).decisions == []
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from _oracle import judge
 from fused_backend.kernels import linear_cross_entropy as kernels
+from fused_backend.kernels._op import BYTES_MOVED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,13 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 OP = torch.ops.fused_backend.linear_cross_entropy
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IMPLEMENTATIONS = ("reference", "triton")
-SIZES = [  # T, D, V
-    pytest.param(5, 8, 127, id="prime-words"),
-    pytest.param(13, 7, 1009, id="more-than-one-block"),
-    pytest.param(1, 3, 2, id="one-row-two-words"),
-    pytest.param(6, 16, 1024, id="aligned"),
-    pytest.param(3, 4, 1, id="one-word"),
-]
+# T, D, V: prime V, V past a block of the kernel, tiny, aligned, one word.
+SIZES = [(13, 7, 127), (2, 5, 16411), (1, 3, 2), (6, 16, 1024), (3, 4, 1)]
 
 
 class Hosts(torch.autograd.Function):
@@ -57,9 +53,7 @@ def fused(implementation, **loss):
     return call
 
 
-def rest(
-    reduction="mean", ignore_index=-100, smoothing=0.0, scale=1.0, softcap=0.0, needs=(True, True, True)
-):
+def rest(reduction="mean", ignore_index=-100, smoothing=0.0, scale=1.0, softcap=0.0, needs=(True,) * 3):
     """The operator's arguments behind the tensors."""
     return (reduction, ignore_index, smoothing, scale, softcap, *needs)
 
@@ -151,13 +145,13 @@ def test_no_valid_row(implementation, reduction, smoothing, T, device):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-def test_nan_and_inf_go_where_eager_sends_them(implementation, smoothing, value, device):
+@pytest.mark.parametrize("words", [[7, 250], list(range(300))], ids=["two-words", "all-words"])
+def test_nan_and_inf_go_where_eager_sends_them(implementation, smoothing, value, words, device):
     args = inputs(5, 4, 300, torch.float32, device)
     with torch.no_grad():
         args[0].abs_()
         args[1].abs_()
-        args[2][7] = value
-        args[2][250] = value
+        args[2][words] = value
         args[3][:] = torch.tensor([7, 3, 299, 250, 0], device=device)
     for reduction in ("mean", "sum"):
         loss = {"reduction": reduction, "smoothing": smoothing}
@@ -167,17 +161,12 @@ def test_nan_and_inf_go_where_eager_sends_them(implementation, smoothing, value,
         torch.testing.assert_close(ours, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_every_logit_minus_inf_is_nan_as_in_eager(implementation, device):
-    args = inputs(2, 4, 300, torch.float32, device)
-    with torch.no_grad():
-        args[2].fill_(float("-inf"))
-    ours, theirs = fused(implementation)(*args), eager()(*args)
-    assert ours.isnan() and theirs.isnan()
-    assert all(g.isnan().all() for g in torch.autograd.grad(ours, args[:3]))
-
-
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=tuple(HealthCheck))
+@settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     T=st.integers(0, 9),
     D=st.integers(1, 20),
@@ -201,7 +190,7 @@ def test_any_size_and_loss(T, D, V, rows, dtype, scale, softcap, smoothing, igno
 
 
 def test_softcap_is_accurate_for_small_and_large_logits(device):
-    """The tanh of the kernel: its series, its exp form, and where they meet."""
+    """The tanh of the kernel: its polynomial, its exp form, and where they meet."""
     V = 4096
     x = torch.ones(1, 1, device=device)
     w = torch.linspace(-1.0, 1.0, V, device=device).pow(3)[:, None].requires_grad_()
@@ -213,12 +202,17 @@ def test_softcap_is_accurate_for_small_and_large_logits(device):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
 def test_float16_gradients_survive_the_loss_scale(implementation, loss_scale, device):
-    """8192 tokens divide every gradient by 8192; eager multiplies by the loss scale before it rounds."""
-    x, w, b, target = inputs(64, 8, 127, torch.float16, device)
-    with torch.no_grad():
-        w.mul_(0.02)
-    scaled = lambda call: lambda *a: call(*a) * loss_scale / 128  # noqa: E731
-    judge(scaled(fused(implementation)), scaled(eager()), [x, w, b, target], [torch.ones((), device=device)])
+    """Rare words have tiny gradients, sums over tokens huge ones; eager rounds after the loss scale."""
+    x, w, b, target = (t.detach() for t in inputs(12, 8, 127, torch.float16, device))
+    x[:, 0], w[:, 0], target[:] = 20000.0, 0.0, 3
+    b[5] += 18.0
+    b.clamp_(max=20.0)
+    w.mul_(0.2)
+    factor = loss_scale / 64
+    head = lambda call: lambda x, common, rare, *rest: call(x, torch.cat([common, rare]), *rest) * factor  # noqa: E731
+    for common, rare in ((w[:6], w[6:].requires_grad_()), (w[:6].requires_grad_(), w[6:].detach())):
+        args = [x, common, rare, b, target]
+        judge(head(fused(implementation)), head(eager()), args, [torch.ones((), device=device)])
 
 
 def test_gradcheck_in_float64():
@@ -245,7 +239,7 @@ def test_inside_torch_compile_with_dynamic_rows(backend, device):
     form = rest()
     compiled = torch.compile(lambda *a: OP(*a, *form)[0], backend=backend, dynamic=True, fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for T in (3, 5, 8):
+        for T in (3, 8):
             args = inputs(T, 6, 20, torch.float32, device, ignored=0.3)
             args[3][0] = 2
             ours = torch.autograd.grad(compiled(*args), args[:3])
@@ -293,29 +287,26 @@ def test_the_graph_frees_its_gradients(device):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operator put out."""
+    """The most bytes that any operator put out."""
 
-    elements = 0
+    nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor):
-                self.elements = max(self.elements, t.numel())
+        self.nbytes = max([self.nbytes, *(t.nbytes for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
         return out
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("needs", [(True, False, False), (False, False, False)], ids=str)
 def test_logits_of_all_rows_never_exist(implementation, needs, device, monkeypatch):
-    T, D, V, rows = 64, 8, 512, 4
+    T, D, V, rows = 24, 8, 512, 2
     chunks_of(monkeypatch, rows)
     x, w, _, target = (a.detach() for a in inputs(T, D, V, torch.float32, device))
     host = getattr(kernels, f"linear_cross_entropy_{implementation}")
     with Largest() as largest:
         host(x, w, None, target, *rest(smoothing=0.1, softcap=30.0, needs=needs))
-    assert largest.elements <= max(rows * V, V * D)
-    assert largest.elements < T * V
+    assert largest.nbytes <= max(rows * V, V * D) * 4 < T * V * 4
 
 
 def test_chunk_sizes():
@@ -382,8 +373,6 @@ def test_a_gradient_that_the_forward_did_not_make_is_refused_in_words(device):
 
 
 def test_cost(device):
-    from fused_backend.kernels._op import BYTES_MOVED
-
     x, w, b, target = (a.detach() for a in inputs(6, 8, 20, torch.bfloat16, device))
     for need_dx, need_dw, products in ((False, False, 1), (True, False, 2), (True, True, 3)):
         args = (x, w, b, target, *rest(needs=(need_dx, need_dw, False)))

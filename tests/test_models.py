@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from _models import FUSIONS, SITES, batch, tiny
+from _models import FUSIONS, SITES, batch, draws, tiny
 from _oracle import Float64, assert_as_accurate
 
 from fused_backend.compiler import explain
@@ -13,31 +13,45 @@ OPTIONS = {"lowering": "aot_eager", "strict": False}
 
 
 def step(model, inputs):
-    """Loss, logits and the gradient of every parameter."""
+    """{name: value} of the loss, the logits and the gradient of every parameter."""
     model.zero_grad(set_to_none=True)
     out = model(**inputs)
     out.loss.backward()
-    return out.loss.detach(), out.logits.detach(), {n: p.grad for n, p in model.named_parameters()}
+    named = model.named_parameters()
+    grads = {n.removeprefix("_orig_mod."): None if p.grad is None else p.grad.clone() for n, p in named}
+    return {"loss": out.loss.detach().clone(), "logits": out.logits.detach().clone()} | grads
 
 
 def exact_step(model, inputs):
     wide = copy.deepcopy(model).double()
     if getattr(wide, "is_gradient_checkpointing", False):
         wide.gradient_checkpointing_disable()  # recomputation would happen outside Float64
+    if hasattr(wide, "set_experts_implementation"):
+        wide.set_experts_implementation("eager")  # grouped products have no float64
     with Float64():
         return step(wide, inputs)
 
 
-def assert_step_as_accurate(model, inputs, options=OPTIONS):
-    truth = exact_step(model, inputs)
-    eager = step(torch.compile(model, backend="eager"), inputs)
-    eager[2].update({n.removeprefix("_orig_mod."): g for n, g in eager[2].items()})
+def assert_step_as_accurate(model, draws, options=OPTIONS):
+    """The yardstick over several batches at once.
+
+    Rounding errors of a whole model are random: on a single batch, one number's error may be twice eager's by luck
+    alone. Root-mean-square errors over all batches are stable (measured: ours / eager's is 0.92 to 1.07).
+    """
+    truth = [exact_step(model, inputs) for inputs in draws]
+    compiled = torch.compile(model, backend="eager")
+    eager = [step(compiled, inputs) for inputs in draws]
     torch._dynamo.reset()
-    ours = step(torch.compile(model, backend="fused", options=options), inputs)
-    assert_as_accurate(ours[0], eager[0], truth[0], what="loss")
-    assert_as_accurate(ours[1], eager[1], truth[1], what="logits")
-    for name, grad in truth[2].items():
-        assert_as_accurate(ours[2]["_orig_mod." + name], eager[2][name], grad, what=name)
+    compiled = torch.compile(model, backend="fused", options=options)
+    ours = [step(compiled, inputs) for inputs in draws]
+    dtype = next(model.parameters()).dtype
+    for name in truth[0]:
+        values = [[s[name] for s in steps] for steps in (ours, eager, truth)]
+        if values[2][0] is None:
+            assert values[0][0] is None, name
+            continue
+        stacked = (torch.stack(v) for v in values)
+        assert_as_accurate(*stacked, what=name, ulp_of=dtype, largest=False)
 
 
 @pytest.mark.parametrize("family", SITES)
@@ -55,9 +69,9 @@ def test_every_site_is_fused(family):
 
 @pytest.mark.parametrize("family", SITES)
 def test_loss_logits_and_every_gradient(family):
-    assert_step_as_accurate(tiny(family), batch())
+    assert_step_as_accurate(tiny(family), draws())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "glm4"])
 def test_bfloat16(family):
-    assert_step_as_accurate(tiny(family).to(torch.bfloat16), batch())
+    assert_step_as_accurate(tiny(family).to(torch.bfloat16), draws())

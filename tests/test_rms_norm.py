@@ -18,11 +18,10 @@ EPS = 1e-5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [
     pytest.param((3, 5, 7), id="odd"),
-    pytest.param((1, 1), id="one-element"),
+    # dx of one column cancels down to rounding noise, which only many rows measure.
+    pytest.param((499, 1), id="one-column"),
     pytest.param((13,), id="one-row"),
-    pytest.param((2, 1031), id="prime"),
-    pytest.param((600, 100), id="more-rows-than-programs"),
-    pytest.param((2, 5000), id="row-longer-than-a-tile"),
+    pytest.param((3, 257), id="prime"),
     pytest.param((0, 16), id="no-rows"),
 ]
 
@@ -68,17 +67,12 @@ def gemma(x, w):
     return (normalise(x) * (1.0 + w.float())).to(x.dtype)
 
 
-def olmo2(x, w):
-    return (w.float() * normalise(x)).to(x.dtype)
-
-
 def torch_rms_norm(x, w):
     return F.rms_norm(x, x.shape[-1:], w, EPS)
 
 
 # idiom -> (offset, cast_before_weight)
-IDIOMS = {llama: (0.0, True), gemma: (1.0, False), olmo2: (0.0, False), torch_rms_norm: (0.0, False)}
-by_name = {"ids": lambda idiom: idiom.__name__}
+IDIOMS = {llama: (0.0, True), gemma: (1.0, False), torch_rms_norm: (0.0, False)}
 
 
 def added(idiom):
@@ -91,13 +85,10 @@ def added(idiom):
 
 def gated(idiom, activation):
     act = F.silu if activation == "silu" else torch.sigmoid
+    if idiom is gemma:
+        # One rounding, at the end.
+        return lambda x, w, z: (normalise(x) * (1.0 + w.float()) * act(z.float())).to(x.dtype)
     return lambda x, w, z: (idiom(x, w) * act(z.float())).to(x.dtype)
-
-
-def gated_gemma(activation):
-    """One rounding, at the end."""
-    act = F.silu if activation == "silu" else torch.sigmoid
-    return lambda x, w, z: (normalise(x) * (1.0 + w.float()) * act(z.float())).to(x.dtype)
 
 
 def fused_norm(idiom):
@@ -116,53 +107,59 @@ def randn(shape, dtype, device, grad=True):
     return torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
 
 
-# Accuracy.
+# Accuracy. Cotangents have the dtype of x, so that float64 and eager start from the same numbers.
 
 
-@pytest.mark.parametrize("idiom", IDIOMS, **by_name)
+@pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_norm_is_as_accurate_as_eager(where, idiom, dtype, shape):
     x, w = randn(shape, dtype, where), randn(shape[-1:], dtype, where)
-    judge(fused_norm(idiom), idiom, [x, w], [torch.randn(shape, device=where)])
+    judge(fused_norm(idiom), idiom, [x, w], [torch.randn_like(x)])
 
 
-@pytest.mark.parametrize("idiom", [llama, gemma], **by_name)
+@pytest.mark.parametrize("idiom", [llama, gemma], ids=lambda idiom: idiom.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_add_norm_is_as_accurate_as_eager(where, idiom, dtype, shape):
     x, residual, w = randn(shape, dtype, where), randn(shape, dtype, where), randn(shape[-1:], dtype, where)
-    cotangents = [torch.randn(shape, device=where) for _ in range(2)]
+    cotangents = [torch.randn_like(x) for _ in range(2)]
     judge(fused_add_norm(idiom), added(idiom), [x, residual, w], cotangents)
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
-@pytest.mark.parametrize("idiom", [llama, gemma], **by_name)
+@pytest.mark.parametrize("idiom", [llama, gemma], ids=lambda idiom: idiom.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES[::2])
 def test_gated_norm_is_as_accurate_as_eager(where, idiom, activation, dtype, shape):
     x, w, z = randn(shape, dtype, where), randn(shape[-1:], dtype, where), randn(shape, dtype, where)
-    eager = gated(idiom, activation) if idiom is llama else gated_gemma(activation)
-    judge(fused_gated_norm(idiom, activation), eager, [x, w, z], [torch.randn(shape, device=where)])
+    judge(fused_gated_norm(idiom, activation), gated(idiom, activation), [x, w, z], [torch.randn_like(x)])
+
+
+@pytest.mark.parametrize("shape", [(551, 100), (2, 4200)], ids=["many-tiles", "row-above-a-tile"])
+def test_tile_edges(where, shape):
+    x, residual, w = (randn(s, torch.bfloat16, where) for s in (shape, shape, shape[-1:]))
+    cotangents = [torch.randn_like(x) for _ in range(2)]
+    judge(fused_add_norm(llama), added(llama), [x, residual, w], cotangents)
+    judge(fused_gated_norm(gemma, "silu"), gated(gemma, "silu"), [x, w, residual], cotangents[:1])
 
 
 MIXED = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)]
 
 
-@pytest.mark.parametrize("idiom", [llama, gemma], **by_name)
+@pytest.mark.parametrize("idiom", [llama, gemma], ids=lambda idiom: idiom.__name__)
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), MIXED, ids=str)
 def test_weight_may_have_its_own_dtype(where, idiom, x_dtype, w_dtype):
-    x, w = randn((9, 33), x_dtype, where), randn((33,), w_dtype, where)
-    judge(fused_norm(idiom), idiom, [x, w], [torch.randn(9, 33, device=where)])
-    z = randn((9, 33), x_dtype, where)
-    eager = gated(idiom, "silu") if idiom is llama else gated_gemma("silu")
-    judge(fused_gated_norm(idiom, "silu"), eager, [x, w, z], [torch.randn(9, 33, device=where)])
+    x, w = randn((200, 131), x_dtype, where), randn((131,), w_dtype, where)
+    judge(fused_norm(idiom), idiom, [x, w], [torch.randn_like(x)])
+    z = randn((200, 131), x_dtype, where)
+    judge(fused_gated_norm(idiom, "silu"), gated(idiom, "silu"), [x, w, z], [torch.randn_like(x)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weight_may_be_absent(where, dtype):
     x, residual = randn((9, 33), dtype, where), randn((9, 33), dtype, where)
-    cotangents = [torch.randn(9, 33, device=where) for _ in range(2)]
+    cotangents = [torch.randn_like(x) for _ in range(2)]
     judge(fused_norm(llama), llama, [x, None], cotangents[:1])
     judge(fused_add_norm(torch_rms_norm), added(torch_rms_norm), [x, residual, None], cotangents)
     judge(fused_gated_norm(llama, "silu"), gated(llama, "silu"), [x, None, residual], cotangents[:1])
@@ -174,45 +171,36 @@ LAYOUTS = {
     "slice of qkv": lambda t: t.new_empty(2, 5, 9, 16)[:, :, 3:6].copy_(t),
     "heads first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "batch innermost": lambda t: t.movedim(0, 2).contiguous().movedim(2, 0),
-    "four levels": lambda t: t.new_empty(4, 10, 6, 16)[::2, ::2, ::2].copy_(t),
+    "every second row": lambda t: t.new_empty(4, 10, 6, 16)[::2, ::2, ::2].copy_(t),
     "last dimension strided": lambda t: t.new_empty(2, 5, 3, 32)[..., ::2].copy_(t),
     "rows repeated": lambda t: t[:, :1].expand(2, 5, 3, 16),
     "one number": lambda t: t[:1, :1, :1, :1].expand(2, 5, 3, 16),
 }
 
 
+def every_operator(x, other, w, dy):
+    """All their outputs; `other` is residual, gate and ds in turn."""
+    y, rstd = OPS.rms_norm(x, w, EPS, 0.0, True)
+    return [
+        *(y, rstd),
+        *OPS.add_rms_norm(x, other, w, EPS, 0.0, True),
+        *OPS.gated_rms_norm(x, w, other, EPS, 0.0, True, "silu"),
+        *OPS.rms_norm_bwd(dy, other, x, w, rstd, 0.0, True, True),
+        *OPS.gated_rms_norm_bwd(dy, x, w, other, rstd, 0.0, True, "silu", True),
+    ]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", ["x", "other", "dy", "all"])
 def test_every_layout_is_read(where, layout, which):
-    """Inputs and cotangents in one layout, then all; expanded ones share memory, so they carry no gradient."""
-    x, other, dy = (torch.randn(2, 5, 3, 16, device=where) for _ in range(3))
-    laid = lambda name, t: LAYOUTS[layout](t) if which in (name, "all") else t  # noqa: E731
-    x, other, dy = laid("x", x), laid("other", other), laid("dy", dy)
+    """One tensor in the layout, then all; the values are those of contiguous inputs."""
+    x, other, dy = (
+        LAYOUTS[layout](t) if which in (name, "all") else t
+        for name, t in zip(("x", "other", "dy"), torch.randn(3, 2, 5, 3, 16, device=where), strict=True)
+    )
     w = torch.randn(16, device=where)
-    want = OPS.rms_norm(x.contiguous(), w, EPS, 0.0, True)
-    got = OPS.rms_norm(x, w, EPS, 0.0, True)
-    assert_same(got, want)
-    assert_same(
-        OPS.rms_norm_bwd(dy, other, x, w, got[1], 0.0, True, True),
-        OPS.rms_norm_bwd(dy.contiguous(), other.contiguous(), x.contiguous(), w, got[1], 0.0, True, True),
-    )
-    assert_same(
-        OPS.add_rms_norm(x, other, w, EPS, 0.0, True),
-        OPS.add_rms_norm(x.contiguous(), other.contiguous(), w, EPS, 0.0, True),
-    )
-    rest = (0.0, True, "silu")
-    assert_same(
-        OPS.gated_rms_norm(x, w, other, EPS, *rest),
-        OPS.gated_rms_norm(x.contiguous(), w, other.contiguous(), EPS, *rest),
-    )
-    contiguous = dy.contiguous(), x.contiguous(), w, other.contiguous(), got[1]
-    assert_same(
-        OPS.gated_rms_norm_bwd(dy, x, w, other, got[1], *rest, True),
-        OPS.gated_rms_norm_bwd(*contiguous, *rest, True),
-    )
-
-
-def assert_same(got, want):
+    got = every_operator(x, other, w, dy)
+    want = every_operator(x.contiguous(), other.contiguous(), w, dy.contiguous())
     for a, b in zip(got, want, strict=True):
         assert a.is_contiguous()
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -224,20 +212,24 @@ def test_broadcast_cotangent_reaches_the_backward(where):
         judge(fused_norm(llama), llama, [x, w], [dy.bfloat16().expand(4, 6, 32)])
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FIXTURE = HealthCheck.function_scoped_fixture
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[FIXTURE])
 @given(data=st.data())
 def test_any_shape_stride_and_dtype(where, data):
     """A permuted, sliced view of any small shape."""
     dtype = data.draw(st.sampled_from(DTYPES))
-    lead = data.draw(st.lists(st.integers(0, 4), min_size=0, max_size=4))
-    D, step = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 2))
+    # Enough rows that the largest error is a property of the method, not of one number.
+    lead = [60 * data.draw(st.integers(0, 2)), *data.draw(st.lists(st.integers(1, 3), max_size=3))]
+    D, step = data.draw(st.integers(3, 70)), data.draw(st.integers(1, 2))
     order = data.draw(st.permutations(range(len(lead))))
     idiom = data.draw(st.sampled_from([llama, gemma]))
     base = torch.randn(*[lead[i] * step for i in order], D + 3, device=where).to(dtype)
     base = base[tuple(slice(None, None, step) for _ in order)][..., 2 : 2 + D]
     x = base.permute(*[order.index(d) for d in range(len(lead))], len(lead)).detach().requires_grad_()
     residual, w = randn(x.shape, dtype, where), randn((D,), dtype, where)
-    cotangents = [torch.randn(x.shape, device=where) for _ in range(2)]
+    cotangents = [torch.randn_like(x) for _ in range(2)]
     judge(fused_add_norm(idiom), added(idiom), [x, residual, w], cotangents)
 
 
@@ -250,17 +242,10 @@ def test_frozen_weight_gets_no_gradient_and_costs_nothing(where, monkeypatch):
 
     monkeypatch.setattr(kernels, "add_partials", fail)
     monkeypatch.setattr(kernels.formulas, "dw_term", fail)
-    x, z, w = (
-        randn((4, 9), torch.float32, where),
-        randn((4, 9), torch.float32, where),
-        torch.ones(9).to(where),
-    )
-    outs = [
-        fused_norm(llama)(x, w),
-        *fused_add_norm(llama)(x, z, w),
-        fused_gated_norm(llama, "silu")(x, w, z),
-    ]
-    sum(o.sum() for o in outs).backward()
+    x, z = randn((4, 9), torch.float32, where), randn((4, 9), torch.float32, where)
+    w = torch.ones(9, device=where)
+    y, s = fused_add_norm(llama)(x, z, w)
+    (y + s + fused_norm(llama)(x, w) + fused_gated_norm(llama, "silu")(x, w, z)).sum().backward()
     assert x.grad is not None
     rstd = OPS.rms_norm(x.detach(), w, EPS, 0.0, True)[1]
     _, dw = OPS.rms_norm_bwd(z.detach(), None, x.detach(), w, rstd, 0.0, True, False)
@@ -276,20 +261,14 @@ def test_add_norm_with_one_gradient_missing(where, used):
         lambda *a: pick(fused_add_norm(llama)(*a)),
         lambda *a: pick(added(llama)(*a)),
         [x, residual, w],
-        [torch.randn(5, 33, device=where)],
+        [torch.randn_like(x)],
     )
 
 
-def test_rstd_is_not_differentiable(where):
-    y, rstd = OPS.rms_norm(randn((3, 8), torch.float32, where), None, EPS, 0.0, True)
-    assert y.requires_grad
-    assert not rstd.requires_grad
-    assert rstd.shape == (3,)
-
-
-def test_second_derivative_is_refused(where):
+def test_second_derivative_and_gradient_of_rstd_are_refused(where):
     x = randn((3, 8), torch.float32, where)
-    y, _ = OPS.rms_norm(x, None, EPS, 0.0, True)
+    y, rstd = OPS.rms_norm(x, None, EPS, 0.0, True)
+    assert not rstd.requires_grad
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="has no second derivative"):
         dx.sum().backward()
@@ -308,26 +287,21 @@ def test_nan_and_inf_propagate_row_by_row(where):
 
 
 def test_the_same_bits_every_run(where):
-    x, w = randn((700, 70), torch.bfloat16, where), randn((70,), torch.bfloat16, where)
-    dy = torch.randn(700, 70, device=where).bfloat16()
-    runs = []
-    for _ in range(3):
-        y = fused_norm(llama)(x, w)
-        runs.append((y, *torch.autograd.grad(y, (x, w), dy)))
-    for again in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+    x, z, dy = torch.randn(3, 300, 190, device=where).bfloat16()
+    w = torch.randn(190, device=where).bfloat16()
+    first = every_operator(x, z, w, dy)
+    for a, b in zip(first, every_operator(x, z, w, dy), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_inputs_are_left_alone(where):
-    x, z, w, dy = (torch.randn(5, 12, device=where) for _ in range(4))
-    w = w[0]
-    before = [t.clone() for t in (x, z, w, dy)]
-    y, s, rstd = OPS.add_rms_norm(x, z, w, EPS, 0.0, True)
-    OPS.rms_norm_bwd(dy, z, x, w, rstd, 0.0, True, True)
-    OPS.gated_rms_norm_bwd(dy, x, w, z, rstd, 0.0, True, "silu", True)
-    assert all(torch.equal(a, b) for a, b in zip((x, z, w, dy), before, strict=True))
-    owned = {t.untyped_storage().data_ptr() for t in (x, z, w, dy)}
-    assert owned.isdisjoint(t.untyped_storage().data_ptr() for t in (y, s, rstd))
+    inputs = [torch.randn(5, 12, device=where) for _ in range(4)]
+    inputs[2] = inputs[2][0]
+    before = [t.clone() for t in inputs]
+    outs = every_operator(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+    storages = [t.untyped_storage().data_ptr() for t in (*inputs, *outs)]
+    assert len(set(storages)) == len(storages)
 
 
 def test_dw_of_many_rows_loses_nothing(where):
@@ -341,10 +315,8 @@ def test_dw_of_many_rows_loses_nothing(where):
 
 def test_float64_is_computed_in_float64(where):
     x, w = randn((3, 7), torch.float64, where), randn((7,), torch.float64, where)
-    y = fused_norm(gemma)(x, w)
-    torch.testing.assert_close(
-        y, exact(gemma, [x, w], [torch.ones(3, 7, device=where)])[0], rtol=1e-14, atol=0
-    )
+    truth = exact(gemma, [x, w], [torch.ones(3, 7, device=where)])[0]
+    torch.testing.assert_close(fused_norm(gemma)(x, w).detach(), truth, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("offset, cast", [(0.0, True), (1.0, False)])
@@ -362,8 +334,9 @@ def test_gradcheck(offset, cast):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.parametrize(("x_dtype", "w_dtype"), [(torch.float32,) * 2, *MIXED[:1]], ids=str)
-def test_opcheck(where, layout, x_dtype, w_dtype):
+def test_opcheck(where, layout):
+    """Mixed dtypes, so that the fakes' dtypes are seen."""
+    x_dtype, w_dtype = MIXED[0]
     x, z, dy = (torch.randn(4, 3, 10, device=where).to(x_dtype) for _ in range(3))
     if layout == "transposed":
         x, z, dy = x.transpose(0, 1), z.transpose(0, 1), dy.transpose(0, 1)
@@ -389,9 +362,11 @@ def test_a_new_length_does_not_recompile():
 
     compiled = torch.compile(step, backend=counter, dynamic=True)
     w = torch.randn(16, requires_grad=True)
+    frames = []
     for T in (5, 7, 12, 64):
         compiled(torch.randn(T, 16, requires_grad=True), torch.randn(T, 16), w).sum().backward()
-    assert counter.frame_count == 1
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1
 
 
 def test_bytes_moved_counts_every_tensor_once():

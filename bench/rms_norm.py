@@ -1,0 +1,189 @@
+"""rms_norm on a GPU: our operators against eager, torch's own norm and Inductor (and Liger where installed).
+
+Run: `python bench/rms_norm.py`. A case is judged against float64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import fused_backend.kernels.rms_norm  # noqa: F401  (registers the operators)
+import torch
+import torch.nn.functional as F
+from _harness import copy_bandwidth, report, save, time_us
+from torch import Tensor
+
+OPS = torch.ops.fused_backend
+EPS = 1e-6
+LLAMA = (0.0, True)
+# (rows, D, form, weight trained): norms of Llama-3-8B and 3.2-1B, q-norm and gated norm of Qwen3 shapes.
+CASES = [
+    (8192, 4096, "plain", True),
+    (8192, 4096, "plain", False),
+    (8192, 4096, "residual", True),
+    (8192, 4096, "residual", False),
+    (8192, 2048, "residual", True),
+    (8192, 8192, "residual", True),
+    (8192 * 32, 128, "plain", True),
+    (8192 * 32, 64, "plain", True),
+    (8192 * 32, 128, "silu", True),
+    (4096, 4095, "residual", True),
+]
+# Arrays of rows x D read or written, each once: forward, backward.
+ARRAYS = {"plain": (2, 3), "residual": (4, 4), "silu": (3, 5)}
+
+
+def llama(x: Tensor, w: Tensor) -> Tensor:
+    """Computed in float32, or in float64 for float64 inputs, which is the truth here."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def torch_norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, w.shape, w, EPS)
+
+
+def in_form(norm: Callable[[Tensor, Tensor], Tensor], form: str) -> Callable[..., tuple[Tensor, ...]]:
+    """Outputs of one site: (y,), or (y, s) in the residual form."""
+
+    def add_norm(x: Tensor, w: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        s = x + residual
+        return norm(s, w), s
+
+    def gated_norm(x: Tensor, w: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(z.dtype, torch.float32)
+        return ((norm(x, w) * F.silu(z.to(wide))).to(x.dtype),)
+
+    return {"plain": lambda x, w: (norm(x, w),), "residual": add_norm, "silu": gated_norm}[form]
+
+
+def fused(form: str) -> Callable[..., tuple[Tensor, ...]]:
+    if form == "plain":
+        return lambda x, w: OPS.rms_norm(x, w, EPS, *LLAMA)[:1]
+    if form == "residual":
+        return lambda x, w, residual: OPS.add_rms_norm(x, residual, w, EPS, *LLAMA)[:2]
+    return lambda x, w, z: OPS.gated_rms_norm(x, w, z, EPS, *LLAMA, form)[:1]
+
+
+def candidates(form: str) -> dict[str, Callable[..., tuple[Tensor, ...]]]:
+    """Name -> differentiable function of (x, w) or (x, w, residual or z)."""
+    eager = in_form(llama, form)
+    named = {
+        "eager": eager,
+        "torch norm": in_form(torch_norm, form),
+        "inductor": torch.compile(eager, dynamic=False),
+        "fused": fused(form),
+    }
+    if importlib.util.find_spec("liger_kernel") and form == "plain":
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
+
+        # Its last argument lets the backward write over dy; timing repeats need dy unharmed.
+        named["liger"] = lambda x, w: (LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False),)
+    return named
+
+
+def values(fn: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]):
+    """Outputs, then the gradient of every trained input."""
+    outs = fn(*inputs)
+    trained = [t for t in inputs if t.requires_grad]
+    return [o.detach() for o in outs] + list(torch.autograd.grad(outs, trained, cotangents))
+
+
+def check(form: str, inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> float:
+    """Our largest error, in units of eager's; raises above 1.5, the project's yardstick."""
+    cut = lambda t: t.detach() if t.ndim == 1 else t.detach()[:512]  # noqa: E731
+    few = [cut(t).clone().requires_grad_(t.requires_grad) for t in inputs]
+    exact = [cut(t).double().requires_grad_(t.requires_grad) for t in inputs]
+    cots = [cut(c) for c in cotangents]
+    truth = values(in_form(llama, form), exact, [c.double() for c in cots])
+
+    def error(got: Sequence[Tensor]) -> list[float]:
+        return [((g.double() - t).norm() / t.norm()).item() for g, t in zip(got, truth, strict=True)]
+
+    ours, eager = error(values(fused(form), few, cots)), error(values(in_form(llama, form), few, cots))
+    worst = max(a / b if b else float(a > 0) * 9 for a, b in zip(ours, eager, strict=True))
+    if worst > 1.5:
+        raise AssertionError(f"rms_norm {form} {tuple(inputs[0].shape)}: error {worst:.2f} times eager's")
+    return worst
+
+
+def raw_times(
+    form: str, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], need_dw: bool
+) -> tuple[float, float]:
+    """Forward and backward operators alone, without autograd."""
+    x, w, *rest = (t.detach() for t in inputs)
+    dy = cotangents[0]
+    if form == "plain":
+        rstd = OPS.rms_norm(x, w, EPS, *LLAMA)[1]
+        return (
+            time_us(lambda: OPS.rms_norm(x, w, EPS, *LLAMA)),
+            time_us(lambda: OPS.rms_norm_bwd(dy, None, x, w, rstd, *LLAMA, need_dw)),
+        )
+    if form == "residual":
+        _, s, rstd = OPS.add_rms_norm(x, *rest, w, EPS, *LLAMA)
+        return (
+            time_us(lambda: OPS.add_rms_norm(x, *rest, w, EPS, *LLAMA)),
+            time_us(lambda: OPS.rms_norm_bwd(dy, cotangents[1], s, w, rstd, *LLAMA, need_dw)),
+        )
+    rstd = OPS.gated_rms_norm(x, w, *rest, EPS, *LLAMA, form)[1]
+    return (
+        time_us(lambda: OPS.gated_rms_norm(x, w, *rest, EPS, *LLAMA, form)),
+        time_us(lambda: OPS.gated_rms_norm_bwd(dy, x, w, *rest, rstd, *LLAMA, form, need_dw)),
+    )
+
+
+def autograd_times(
+    fn: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[float, float]:
+    own = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    trained = [t for t in own if t.requires_grad]
+    outs = fn(*own)
+    return (
+        time_us(lambda: fn(*own)),
+        time_us(lambda: torch.autograd.grad(outs, trained, cotangents, retain_graph=True)),
+    )
+
+
+def measure(T: int, D: int, form: str, need_dw: bool, rows: list[dict[str, Any]]) -> None:
+    torch._dynamo.reset()
+    make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    inputs = [
+        make(T, D).requires_grad_(),
+        make(D).requires_grad_(need_dw),
+    ]
+    if form != "plain":
+        inputs.append(make(T, D).requires_grad_())
+    cotangents = [make(T, D) for _ in range(2 if form == "residual" else 1)]
+    error = check(form, inputs, cotangents)
+
+    times = {"fused ops": raw_times(form, inputs, cotangents, need_dw)}
+    for name, fn in candidates(form).items():
+        times[name] = autograd_times(fn, inputs, cotangents)
+    for name, pair in times.items():
+        for direction, time, arrays in zip(("forward", "backward"), pair, ARRAYS[form], strict=True):
+            rate = arrays * T * D * 2 / (time * 1e-6)
+            row = {
+                "fusion": "rms_norm",
+                "case": f"{T}x{D} bf16 {form}{'' if need_dw else ' frozen w'}",
+                "direction": direction,
+                "candidate": name,
+                "time_us": time,
+                "rate_GBps": rate / 1e9,
+                "of_copy_percent": 100 * rate / copy_bandwidth(),
+            }
+            report(row | ({"error_over_eager": error} if name == "fused ops" else {}), rows)
+
+
+def main() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        measure(*case, rows)
+    save("rms_norm", rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What only a GPU can show: native kernels inside compiled models, bf16, Inductor, memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _models import SITES, batch, draws, tiny
+from _oracle import assert_as_accurate
+from test_models import assert_step_as_accurate
+
+pytestmark = pytest.mark.gpu
+INDUCTOR = {"lowering": "inductor"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "glm4", "phi3", "cohere"])
+def test_models_under_inductor(family, dtype):
+    model = tiny(family).to("cuda", dtype)
+    assert_step_as_accurate(model, draws(device="cuda"), INDUCTOR)
+
+
+@pytest.mark.parametrize("family", SITES)
+def test_models_without_inductor(family):
+    assert_step_as_accurate(tiny(family).cuda(), draws(device="cuda"))
+
+
+def test_autocast_with_float32_weights():
+    model, inputs = tiny("llama").cuda(), batch(device="cuda")
+
+    def step(call):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = call(**inputs).loss
+        loss.backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    wide = {n: g.double() for n, g in step(model).items()}
+    ours, eager = step(torch.compile(model, backend="fused")), step(torch.compile(model, backend="eager"))
+    for name, grad in eager.items():
+        assert ours[name].dtype == grad.dtype
+        difference, size = (ours[name].double() - wide[name]).norm(), wide[name].norm()
+        assert difference <= 0.03 * size, name
+
+
+def test_the_logits_never_exist():
+    T, V, D = 8192, 128256, 4096
+    x = torch.randn(T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(V, D, device="cuda", dtype=torch.bfloat16) * 0.02
+    target = torch.randint(0, V, (T,), device="cuda")
+    call = torch.compile(lambda x: F.cross_entropy(F.linear(x, w).float(), target), backend="fused")
+    call(x).backward()
+    torch.cuda.synchronize()
+    x.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(x).backward()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 2**29
+
+
+def test_linear_cross_entropy_at_model_size():
+    T, V, D = 2048, 32000, 2048
+    x = torch.randn(T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(V, D, device="cuda", dtype=torch.bfloat16) * 0.05).requires_grad_()
+    target = torch.randint(0, V, (T,), device="cuda")
+    target[::3] = -100
+
+    def loss(x, w):
+        return F.cross_entropy(F.linear(x, w).float(), target)
+
+    def run(call, *inputs):
+        value = call(*inputs)
+        return [value.detach(), *torch.autograd.grad(value, inputs)]
+
+    ours, eager = run(torch.compile(loss, backend="fused"), x, w), run(loss, x, w)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    truth = run(lambda x, w: F.cross_entropy(F.linear(x, w), target), *wide)
+    for name, a, b, t in zip(("loss", "dx", "dw"), ours, eager, truth, strict=True):
+        assert_as_accurate(a, b, t, what=name)

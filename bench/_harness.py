@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,11 +26,24 @@ import torch  # noqa: E402
 RESULTS = _ROOT / "bench" / "results"
 
 
-def time_us(fn: Callable[[], Any]) -> float:
-    """Median time of `fn` in microseconds; L2 is flushed between runs."""
-    from triton.testing import do_bench
+def time_us(fn: Callable[[], Any], runs: int = 60) -> float:
+    """Median GPU time of `fn` in microseconds; L2 is flushed before every run.
 
-    return float(do_bench(fn, warmup=50, rep=200, return_mode="median")) * 1e3
+    The GPU sleeps before the clock starts, so that what `fn` launches is queued by then: in a training step the CPU
+    runs ahead too, and launch overhead of small kernels would otherwise be all that is seen.
+    """
+    for _ in range(5):
+        fn()
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+    for begin, end in events:
+        flush.zero_()
+        torch.cuda._sleep(2_000_000)  # cycles: about one millisecond
+        begin.record()
+        fn()
+        end.record()
+    torch.cuda.synchronize()
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in events)) * 1e3
 
 
 def peak_extra_bytes(fn: Callable[[], Any]) -> int:

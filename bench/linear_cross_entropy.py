@@ -42,9 +42,7 @@ def liger() -> Callable[..., torch.Tensor] | None:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     except ImportError:
         return None
-    return lambda x, w, target, softcap: liger_fused_linear_cross_entropy(
-        x, w, target, softcap=softcap or None
-    )
+    return lambda x, w, target, softcap: liger_fused_linear_cross_entropy(x, w, target, softcap=softcap or None)
 
 
 def make(T: int, D: int, V: int, ignored: float, train_w: bool) -> tuple[torch.Tensor, ...]:
@@ -73,9 +71,7 @@ def check(train_w: bool) -> dict[str, float]:
     ):
         ours, eager = (((g.double() - t).norm() / t.norm()).item() for g in (a, b))
         ratios[f"{name}_error"], ratios[f"{name}_error_of_eager"] = ours, eager
-        assert ours <= 1.5 * eager + torch.finfo(torch.bfloat16).eps, (
-            f"{name}: {ours} against {eager} in eager"
-        )
+        assert ours <= 1.5 * eager + torch.finfo(torch.bfloat16).eps, f"{name}: {ours} against {eager} in eager"
     return ratios
 
 
@@ -107,9 +103,7 @@ def kernel_rate(V: int, softcap: float, out: list[dict[str, Any]]) -> None:
     losses = torch.empty(1024, device="cuda")
     loss = kernels._Loss("mean", -100, 0.0, 1.0, softcap)
     for grad, passes in ((True, 3), (False, 1)):
-        time = harness.time_us(
-            lambda grad=grad: kernels._step_triton(logits, target, losses, loss, 1.0, grad)
-        )
+        time = harness.time_us(lambda grad=grad: kernels._step_triton(logits, target, losses, loss, 1.0, grad))
         rate = passes * logits.nbytes / (time * 1e-6)
         row = {
             "case": f"kernel, V={V}, softcap={softcap}, grad={grad}",
@@ -119,9 +113,7 @@ def kernel_rate(V: int, softcap: float, out: list[dict[str, Any]]) -> None:
         harness.report({**row, "of_copy": rate / harness.copy_bandwidth()}, out)
 
 
-def measure(
-    case: str, impl: str, run: Callable[[], Any], flops: float, out: list[dict[str, Any]], **more: Any
-) -> None:
+def measure(case: str, impl: str, run: Callable[[], Any], flops: float, out: list[dict[str, Any]], **more: Any) -> None:
     try:
         peak, time = harness.peak_extra_bytes(run), harness.time_us(run)
     except torch.cuda.OutOfMemoryError:

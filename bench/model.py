@@ -103,7 +103,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for train in options.train.split(","):
         for stack in options.stacks.split(","):
-            command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--one", stack, "--train", train]
+            command = [
+                sys.executable,
+                str(pathlib.Path(__file__).resolve()),
+                "--one",
+                stack,
+                "--train",
+                train,
+            ]
             for name in ("layers", "rows", "length", "steps"):
                 command += [f"--{name}", str(getattr(options, name))]
             done = subprocess.run(command, capture_output=True, text=True)

@@ -110,9 +110,7 @@ def check(form: str, inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> 
     return worst
 
 
-def raw_times(
-    form: str, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], need_dw: bool
-) -> tuple[float, float]:
+def raw_times(form: str, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], need_dw: bool) -> tuple[float, float]:
     """Forward and backward operators alone, without autograd."""
     x, w, *rest = (t.detach() for t in inputs)
     dy = cotangents[0]

@@ -76,15 +76,16 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode
         from torch._inductor.decomposition import select_decomp_table
 
         # With Inductor's decompositions: without them some linear-attention models fail in the backward.
-        return aot_autograd(
-            fw_compiler=boxed_nop, partition_fn=partition, decompositions=select_decomp_table
-        )(gm, example_inputs)
+        return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, decompositions=select_decomp_table)(
+            gm, example_inputs
+        )
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
     patches["custom_partitioner_fn"] = Partitioner()
-    return compile_fx(gm, list(example_inputs), config_patches=patches)
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
+    return compiled
 
 
 def _unrewritten(
@@ -96,7 +97,8 @@ def _unrewritten(
     first = next((n for n in gm.graph.nodes if n.meta.get("stack_trace")), None)
     where = (first.meta["stack_trace"].strip().splitlines() or [""])[0].strip() if first is not None else "a graph"
     log.warning(
-        "the rewrite of the graph at %s failed and the graph is compiled as it was; please report this", where,
+        "the rewrite of the graph at %s failed and the graph is compiled as it was; please report this",
+        where,
         exc_info=error,
     )
     return lower(gm, example_inputs, options, mode)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ..patterns._fusion import Hole, Value
 from .spelling import RULES, Aliased
@@ -187,8 +188,8 @@ def _call(canonical: Canonical, node: Node, mode: Mode) -> Value:
         return table.make("sym", (str(fake.node.expr),), fake, node)
     if name is None or fake is None:
         return table.unique("opaque", str(name or node.target), fake, node)
-    args = torch.fx.node.map_arg(node.args, lambda n: canonical.of_node[n])
-    kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: canonical.of_node[n])
+    args = map_arg(node.args, lambda n: canonical.of_node[n])
+    kwargs = map_arg(node.kwargs, lambda n: canonical.of_node[n])
     args = tuple(_show_hidden_cast(table, name, a, fake, mode) for a in args)  # type: ignore[union-attr]
     return table.canonical(name, args, dict(kwargs), fake, node)  # type: ignore[arg-type]
 

@@ -19,13 +19,12 @@ from torch.utils._pytree import tree_map_only
 from .canonicalize import Mode
 from .rewrite import Rewriter
 
-_SHAPE_GETTERS = {
-    torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__,
-    torch.Tensor.layout.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.is_sparse.__get__,
-    torch.Tensor.is_quantized.__get__, torch.Tensor.is_meta.__get__, torch.Tensor.size, torch.Tensor.dim,
-    torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.ndimension, torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__,
+_SHAPE_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_quantized", "is_meta")
+_SHAPE_GETTERS = {getattr(torch.Tensor, name).__get__ for name in _SHAPE_PROPERTIES} | {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.ndimension,
+    torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__,
 }  # fmt: skip
+_GET_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _CASTS = {
     torch.Tensor.float: torch.float32, torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.double: torch.float64,
@@ -48,7 +47,7 @@ class DeferredTensor(torch.Tensor):
     def __new__(
         cls,
         compute: Callable[[], torch.Tensor],
-        like: torch.Tensor,
+        like: torch.Tensor | _OnDevice,
         depends: list[tuple[torch.Tensor, int]],
         grad: bool,
     ) -> DeferredTensor:
@@ -90,7 +89,7 @@ class DeferredTensor(torch.Tensor):
                 return func(*args, **kwargs)
         me = args[0] if args and isinstance(args[0], DeferredTensor) else None
         if me is not None and me._value is None:
-            if func == torch.Tensor.requires_grad.__get__:  # a new object at every access
+            if func == _GET_REQUIRES_GRAD.__get__:  # `is` fails: every access makes a new object
                 return me._needs_grad
             derived = _derive(me, func, args, kwargs)
             if derived is not None:
@@ -120,7 +119,7 @@ def _derive(me: DeferredTensor, func: Any, args: Any, kwargs: Any) -> DeferredTe
         like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
     return DeferredTensor(
         lambda: func(me.materialize(), *args[1:], **kwargs),
-        _OnDevice(like, me.device),  # type: ignore[arg-type]
+        _OnDevice(like, me.device),
         [],
         me._needs_grad and func is not torch.Tensor.detach,
     )
@@ -228,5 +227,8 @@ class _Tail:
                 meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in leaves]
                 like = _OnDevice(self.program(*meta), tensors[0].device)
         return DeferredTensor(
-            compute, like, [(t, _version(t)) for t in tensors], self.grad and any(t.requires_grad for t in tensors)
+            compute,
+            like,
+            [(t, _version(t)) for t in tensors],
+            self.grad and any(t.requires_grad for t in tensors),
         )

@@ -47,7 +47,8 @@ class _Record(TorchFunctionMode):
         name = (resolve_name(func) or func.__name__).split(".")[-1].strip("_")
         if name != "get" and isinstance(result, (torch.Tensor, tuple, list)):
             self.keep.append(result)
-            value = self.table.canonical(name, *tree_map(self._value, (tuple(args), kwargs)), result)
+            values, named = tree_map(self._value, (tuple(args), kwargs))
+            value = self.table.canonical(name, values, named, result)
             self.known[id(result)] = value
             parts = result if isinstance(result, (tuple, list)) else ()
             for i, part in enumerate(p for p in parts if isinstance(p, torch.Tensor)):
@@ -204,4 +205,9 @@ def _note(attempt: _Attempt, expected: Value, found: Any) -> None:
     matched = len(attempt.paired)
     if matched > attempt.near.matched:
         near = attempt.near
-        near.idiom, near.matched, near.expected, near.found = attempt.pattern.idiom.name, matched, expected, found
+        near.idiom, near.matched, near.expected, near.found = (
+            attempt.pattern.idiom.name,
+            matched,
+            expected,
+            found,
+        )

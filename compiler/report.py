@@ -56,7 +56,9 @@ class Report:
         lines = [f"{self.graph_count} graph(s), {self.graph_breaks} graph break(s): {self.summary()}"]
         rows = Counter((d.fusion, d.status, d.reason, _layerless(d.where), d.source) for d in self.decisions)
         table = [("sites", "fusion", "status", "where", "form, or why not", "source")]
-        table += [(str(n), fusion, status, where, reason, src) for (fusion, status, reason, where, src), n in rows.items()]
+        table += [
+            (str(n), fusion, status, where, reason, src) for (fusion, status, reason, where, src), n in rows.items()
+        ]
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         if rows:
             lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
@@ -75,7 +77,11 @@ def where_of(node: Node) -> str:
         return ""
     path = str(list(stack.values())[-1][0])
     path = re.sub(r"^L\['[^']*'\](\[\d+\])?", "", path)
-    path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", lambda m: "." + next(filter(None, m.groups())), path)
+    path = re.sub(
+        r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]",
+        lambda m: "." + next(filter(None, m.groups())),
+        path,
+    )
     return path.replace("._modules", "").replace("._orig_mod", "").strip(".")
 
 

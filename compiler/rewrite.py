@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from ..patterns._fusion import Emitter, Fusion, Match, Value
@@ -91,9 +93,9 @@ class Rewriter:
         """Why replacing `root` by one operator would change a gradient or read overwritten memory."""
         for value in interior:
             inputs = value.inputs()
-            if root.requires_grad and not value.requires_grad and any(v.requires_grad for v in inputs):
-                if isinstance(value.fake, torch.Tensor) and value.fake.is_floating_point():
-                    return f"{value.op} is computed without gradients"
+            lost = root.requires_grad and not value.requires_grad and any(v.requires_grad for v in inputs)
+            if lost and isinstance(value.fake, torch.Tensor) and value.fake.is_floating_point():
+                return f"{value.op} is computed without gradients"
             touched = [storage(v.fake) for v in (value, *inputs)]
             if self.canonical.mutated.intersection(s for s in touched if s):
                 return f"an input or part of it ({value.op}) is modified in place"
@@ -173,7 +175,7 @@ class _Writer:
 
     def _fake(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Shapes and dtypes of the new node, from those of its arguments."""
-        fakes = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        fakes = map_arg((args, kwargs), lambda n: n.meta["example_value"])
         # Dynamo's own mode: by now the ambient one is another, made for the backend.
         mode = next(f.fake_mode for f in tree_leaves(fakes) if isinstance(f, FakeTensor))
         grad = self.rewriter.canonical.mode[self.at].grad
@@ -188,8 +190,7 @@ class _Writer:
         for root, result in zip(self.roots, results, strict=True):
             fake = result.meta["example_value"]
             same = len(fake.shape) == len(root.shape) and all(
-                torch.fx.experimental.symbolic_shapes.statically_known_true(a == b)
-                for a, b in zip(fake.shape, root.shape, strict=True)
+                statically_known_true(a == b) for a, b in zip(fake.shape, root.shape, strict=True)
             )
             if not same or fake.dtype != root.dtype or fake.device != root.fake.device:
                 ours, theirs = f"{fake.dtype} {tuple(fake.shape)}", f"{root.dtype} {root.shape}"
@@ -253,7 +254,9 @@ def _apply_idioms(rewriter: Rewriter, fusion: Fusion) -> None:
             covered = [id(v) for v in match.interior if id(v) in sites] if match else []
             if match is None or not covered or not all(c in open_sites for c in covered):
                 continue
-            reason = rewriter.unsafe(match.root, match.interior) or fusion.refuse(match) or _emit(rewriter, fusion, match)
+            reason = (
+                rewriter.unsafe(match.root, match.interior) or fusion.refuse(match) or _emit(rewriter, fusion, match)
+            )
             if reason is not None:
                 reasons.setdefault(covered[0], reason)
                 continue
@@ -288,7 +291,11 @@ def _nearest_miss(rewriter: Rewriter, fusion: Fusion, site: Value) -> str:
 
 
 def rewrite_module(
-    gm: GraphModule, fusions: list[Fusion], mode: Mode, decisions: list[Decision], max_rewrites: int | None = None
+    gm: GraphModule,
+    fusions: list[Fusion],
+    mode: Mode,
+    decisions: list[Decision],
+    max_rewrites: int | None = None,
 ) -> Rewriter:
     """Rewrite a Dynamo graph module in place, the bodies of its higher-order ops included."""
     rewriter = Rewriter(gm.graph, mode, decisions, max_rewrites)
@@ -308,8 +315,8 @@ def backup(gm: GraphModule) -> Callable[[], None]:
     for module in gm.modules():
         if isinstance(module, GraphModule):
             copy, remap = Graph(), {}
-            result, old_output = copy.graph_copy(module.graph, remap, return_output_node=True)  # type: ignore[misc]
-            copy.output(result).meta = dict(old_output.meta)
+            result = copy.graph_copy(module.graph, remap)
+            copy.output(result).meta = dict(module.graph.output_node().meta)
             for old, new in remap.items():
                 if hasattr(old, "_dynamo_source"):  # AOTAutograd looks for it on every placeholder
                     new._dynamo_source = old._dynamo_source

@@ -203,12 +203,26 @@ def _matmul(table, args, kwargs, fake):
 @_rule("rms_norm")
 def _rms_norm(table, args, kwargs, fake):
     names = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
-    return "rms_norm", (names["input"], tuple(names["normalized_shape"]), names.get("weight"), names.get("eps"))
+    return "rms_norm", (
+        names["input"],
+        tuple(names["normalized_shape"]),
+        names.get("weight"),
+        names.get("eps"),
+    )
 
 
 @_rule("cross_entropy")
 def _cross_entropy(table, args, kwargs, fake):
-    order = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    order = (
+        "input",
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
+    )
     given = dict(zip(order, args, strict=False)) | kwargs
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return None

@@ -21,7 +21,7 @@ class Theorem:
     claim: Callable[[], tuple[Any, Any]]
 
 
-def residual(theorem: Theorem) -> sp.Expr:
+def residual(theorem: Theorem) -> Any:
     """Left minus right side, simplified; zero when the theorem holds."""
     left, right = theorem.claim()
     return sp.simplify(contract(sp.expand(left - right)))
@@ -34,12 +34,12 @@ def prove(theorem: Theorem) -> None:
         raise AssertionError(f"theorem {theorem.name!r} does not hold: left - right = {left_over}")
 
 
-def differentiate(expr: sp.Expr, wrt: sp.Expr) -> sp.Expr:
+def differentiate(expr: Any, wrt: Any) -> Any:
     """d expr / d wrt, with sums over indices collapsed by `contract`."""
     return contract(sp.diff(expr, wrt))
 
 
-def contract(expr: sp.Expr) -> sp.Expr:
+def contract(expr: Any) -> Any:
     """Apply sum_i f(i) delta(i, k) = f(k): in `d x[i] / d x[k]` the delta picks one term of every sum.
 
     Assumes k lies inside the summation range, which holds for an index of the tensor that is summed over.
@@ -48,11 +48,11 @@ def contract(expr: sp.Expr) -> sp.Expr:
     return expr.replace(lambda e: isinstance(e, sp.Sum), _contract_sum)
 
 
-def _contract_sum(total: sp.Sum) -> sp.Expr:
+def _contract_sum(total: sp.Sum) -> Any:
     body = contract(total.function)
     limits = list(total.limits)
     terms = sp.Add.make_args(sp.expand(body))
-    out: list[sp.Expr] = []
+    out: list[Any] = []
     for term in terms:
         remaining = []
         for limit in limits:

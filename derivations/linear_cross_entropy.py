@@ -130,9 +130,7 @@ def _claim_dlogits(word: Any, hit: int) -> tuple[Any, Any]:
     """Through the softcap, to one logit: the target's (hit 1) or another word's (hit 0)."""
     inner = lambda v: s * logits[i, v] / cap  # noqa: E731
     row = lambda v: cap * sp.tanh(inner(v))  # noqa: E731
-    derivative = differentiate(_row_loss(row, i), logits[i, word]).subs(
-        sp.KroneckerDelta(word, target(i)), hit
-    )
+    derivative = differentiate(_row_loss(row, i), logits[i, word]).subs(sp.KroneckerDelta(word, target(i)), hit)
     return derivative, s * dlogits(dz(_softmax(row, word), wanted(hit, eps, 1 / V)), sp.tanh(inner(word)))
 
 

@@ -118,9 +118,7 @@ def linear_cross_entropy_fwd_kernel(
                 tl.store(logits_ptr + v, tl.zeros([BLOCK // 8, 8], dtype), mask=v < row_stride)
     else:
         z_target, _ = _z(tl.load(logits_ptr + target), logit_scale, softcap, SOFTCAP)
-        top, total, z_mean = _row_sums(
-            logits_ptr, columns, V, row_stride, logit_scale, softcap, SOFTCAP, SMOOTHED
-        )
+        top, total, z_mean = _row_sums(logits_ptr, columns, V, row_stride, logit_scale, softcap, SOFTCAP, SMOOTHED)
         tl.store(loss_ptr + row, _row_loss(tl.log(total), top, z_target, z_mean, smoothing))
         if NEED_GRAD:
             # Every thread has read the target's logit before any thread overwrites it.
@@ -229,9 +227,7 @@ def _check_labels(target: Tensor, V: int, ignore_index: int) -> None:
         raise IndexError(f"Target {int(target[bad][0])} is out of bounds.")
 
 
-def _compute(
-    step: Any, x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: _Loss, need: tuple
-) -> Outputs:
+def _compute(step: Any, x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: _Loss, need: tuple) -> Outputs:
     """The loop over chunks of rows; `step` is one of the two above."""
     (T, D), V = x.shape, w.shape[0]
     need_dx, need_dw, need_dbias = need
@@ -334,9 +330,7 @@ def linear_cross_entropy_triton(x: Tensor, *rest: Any) -> Outputs:
     return linear_cross_entropy_reference(x, *rest, step=step)
 
 
-def linear_cross_entropy_fake(
-    x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
-) -> Outputs:
+def linear_cross_entropy_fake(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> Outputs:
     need_dx, need_dw, need_dbias = rest[5:]
     _check(x, w, bias, target, _Loss(*rest[:5]), need_dbias)
     loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))

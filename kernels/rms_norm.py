@@ -60,7 +60,8 @@ def rms_norm_fwd_kernel(
         x = s.to(tl.float32)
 
     mean = tl.sum(x * x, axis=1, keep_dims=True) / D
-    rstd = tl.rsqrt(mean + tl.cast(eps, tl.float32))
+    # Rounded to nearest, as torch does; tl.rsqrt is an approximation good to two units in the last place.
+    rstd = tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + tl.cast(eps, tl.float32)))
     tl.store(rstd_ptr + row, rstd, row < T)
     y = _xhat(x, rstd)
     if CAST:
@@ -312,8 +313,7 @@ def _define(schema: str, flops_per_element: int, bytes_moved: Callable[..., int]
 
 
 rms_norm = _define(
-    "rms_norm(Tensor x, Tensor? w, float eps, float offset, bool cast_before_weight)"
-    " -> (Tensor y, Tensor rstd)",
+    "rms_norm(Tensor x, Tensor? w, float eps, float offset, bool cast_before_weight) -> (Tensor y, Tensor rstd)",
     4,
     lambda x, w, eps, offset, cast: nbytes(x, w) + x.numel() * _y_dtype(x, w, cast, "plain").itemsize,
 )

@@ -56,9 +56,7 @@ def _store_pairs(rows, y1, y2, mask, R: tl.constexpr, BLOCK_N: tl.constexpr, INT
 
 
 @triton.jit
-def _load_table(
-    row, stride, R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def _load_table(row, stride, R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr):
     """What multiplies the first and the second channel of every pair, (1, BLOCK_N) fp32 each."""
     pairs = tl.arange(0, BLOCK_N)[None, :]
     mask = pairs < R // 2
@@ -162,8 +160,7 @@ def rope_fwd_kernel(
 
 def _wrong(rule: str, came: Any, x: Tensor, way_out: str) -> ValueError:
     return ValueError(
-        f"rope: {rule}, got {came} (q is {tuple(x.shape)}). "
-        f'{way_out} or disable with options={{"fusions": "-rope"}}'
+        f'rope: {rule}, got {came} (q is {tuple(x.shape)}). {way_out} or disable with options={{"fusions": "-rope"}}'
     )
 
 
@@ -191,15 +188,11 @@ def _check_all(x: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, 
     _check(x, k, cos, sin, rotary_dim, *how)
     b, _, s, channels = x.shape
     if rotary_dim > channels:
-        raise _wrong(
-            "rotary dim must be at most the head dim", f"{rotary_dim} > {channels}", x, "Slice the tables"
-        )
+        raise _wrong("rotary dim must be at most the head dim", f"{rotary_dim} > {channels}", x, "Slice the tables")
     if (k.shape[0], *k.shape[2:]) != (b, s, channels):
         raise _wrong("q and k may differ in heads only", f"k {tuple(k.shape)}", x, "Rotate them one by one")
     if cos.shape != sin.shape:
-        raise _wrong(
-            "cos and sin must have one shape", f"{tuple(cos.shape)} and {tuple(sin.shape)}", x, "Expand one"
-        )
+        raise _wrong("cos and sin must have one shape", f"{tuple(cos.shape)} and {tuple(sin.shape)}", x, "Expand one")
     widths = (rotary_dim, rotary_dim // 2)
     if cos.shape[0] not in (1, b) or cos.shape[1] != s or cos.shape[2] not in widths:
         rule = f"cos and sin must be (B or 1, S, {widths[0]} or {widths[1]})"

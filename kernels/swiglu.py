@@ -114,9 +114,7 @@ def swiglu_bwd_kernel(
 
 
 def _wrong(rule: str, came: Any, way_out: str) -> ValueError:
-    return ValueError(
-        f'swiglu: {rule}, got {came}. {way_out} or disable with options={{"fusions": "-swiglu"}}'
-    )
+    return ValueError(f'swiglu: {rule}, got {came}. {way_out} or disable with options={{"fusions": "-swiglu"}}')
 
 
 def _check(gate: Tensor, up: Tensor, activation: str) -> None:
@@ -128,18 +126,14 @@ def _check(gate: Tensor, up: Tensor, activation: str) -> None:
     if gate.dtype != up.dtype:
         raise _wrong("gate and up must have one dtype", f"{gate.dtype} and {up.dtype}", "Cast one of them")
     if gate.device != up.device:
-        raise _wrong(
-            "gate and up must be on one device", f"{gate.device} and {up.device}", "Move one of them"
-        )
+        raise _wrong("gate and up must be on one device", f"{gate.device} and {up.device}", "Move one of them")
     if gate.ndim == 0:
         raise _wrong("gate and up must have a last dimension", "a scalar", "Unsqueeze them")
 
 
 def _check_sizes(gate: Tensor, up: Tensor, dh: Tensor | None = None) -> None:
     if gate.shape != up.shape:
-        raise _wrong(
-            "gate and up must have one shape", f"{tuple(gate.shape)} and {tuple(up.shape)}", "Expand one"
-        )
+        raise _wrong("gate and up must have one shape", f"{tuple(gate.shape)} and {tuple(up.shape)}", "Expand one")
     if dh is not None and dh.shape != gate.shape:
         raise _wrong(f"dh must have gate's shape {tuple(gate.shape)}", tuple(dh.shape), "Expand it")
 

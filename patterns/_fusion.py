@@ -127,7 +127,8 @@ class Emitter(Protocol):
 class View(Protocol):
     """A graph in canonical form, as fusions with rules beyond idioms see it (compiler/rewrite.py implements it)."""
 
-    values: list[Value]
+    @property
+    def values(self) -> list[Value]: ...
 
     def of(self, node: Node) -> Value: ...
 

@@ -52,7 +52,7 @@ def _fuse(view: View, loss: Value) -> str | None:
     reason = _refuse_linear(chain) or view.unsafe(loss, [loss, *chain.values]) or _other_readers(view, loss, chain)
     if reason is not None:
         return reason
-    outputs = [v for v in _returned(view, chain)]
+    outputs = _returned(view, chain)
     reason = view.replace(NAME, [loss], lambda emit: [_emit(loss, chain, emit)])
     if reason is not None:
         return reason

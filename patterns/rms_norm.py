@@ -6,7 +6,6 @@ Gemma and OLMo-2 after.
 
 from __future__ import annotations
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -105,9 +104,7 @@ def replace(match: Match, emit: Emitter) -> Node:
 
 def _heads_first(x: Value) -> bool:
     """(B, H, S, K) as a transposed view of (B, S, H, K): normalise the view's source, whose rows lie in order."""
-    if len(x.shape) != 4 or x.op != "transpose" or x.args[1:] != (-3, -2):
-        return False
-    return True
+    return len(x.shape) == 4 and x.op == "transpose" and x.args[1:] == (-3, -2)
 
 
 # --- torch's own rms_norm: its arguments are in the call, so it needs no unification -------------------------------
@@ -215,4 +212,3 @@ FUSION = Fusion(
     passes=(fuse_torch_rms_norm, fuse_gate, fuse_residual_add),
     priority=10,
 )
-

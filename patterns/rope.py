@@ -5,7 +5,6 @@ Shapes: B batch, H heads, S sequence, K head dim, R rotary channels (the first R
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -195,12 +194,17 @@ def fuse_pairs(view: View) -> None:
     previous: Value | None = None
     ropes = [v for v in view.values if v.op == "fused.rope" and v.nodes]
     for value in sorted(ropes, key=lambda v: v.nodes[0]):
-        if previous is not None and _pair(previous, value):
-            if view.replace("rope", [previous, value], _both(previous, value)) is None:
-                view.absorbed("rope", value)
-                previous = None
-                continue
-        previous = value
+        if previous is not None and _pair(previous, value) and _launch_together(view, previous, value):
+            previous = None
+        else:
+            previous = value
+
+
+def _launch_together(view: View, q: Value, k: Value) -> bool:
+    if view.replace("rope", [q, k], _both(q, k)) is not None:
+        return False  # k depends on what q becomes
+    view.absorbed("rope", k)
+    return True
 
 
 def _pair(q: Value, k: Value) -> bool:
@@ -236,7 +240,9 @@ FUSION = Fusion(
     ),
     refuse=refuse,
     replace=replace,
-    saved_bytes=lambda match: static_bytes([match["freqs"]] if "freqs" in match.bound else [match["cos"], match["sin"]]),
+    saved_bytes=lambda match: static_bytes(
+        [match["freqs"]] if "freqs" in match.bound else [match["cos"], match["sin"]]
+    ),
     passes=(fuse_partial, fuse_pairs),
     priority=20,
 )

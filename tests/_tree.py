@@ -26,9 +26,7 @@ def project_files() -> list[pathlib.PurePath]:
 def _walk():
     for folder, subfolders, names in os.walk(ROOT):
         subfolders[:] = [
-            n
-            for n in subfolders
-            if n not in _GENERATED and not n.startswith(".") and not n.endswith(".egg-info")
+            n for n in subfolders if n not in _GENERATED and not n.startswith(".") and not n.endswith(".egg-info")
         ]
         for name in names:
             yield pathlib.PurePath(folder).relative_to(ROOT) / name

@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _models import batch, draws, tiny
-from test_models import OPTIONS, assert_step_as_accurate, step
-from torch import nn
-
 from fused_backend.compiler import InternalError, RefusedError, explain, fused
 from fused_backend.compiler import backend as backend_module
 from fused_backend.compiler.options import Options, parse_bytes
+from test_models import OPTIONS, assert_step_as_accurate, step
+from torch import nn
 
 
 def compiled(model, **options):
@@ -289,7 +288,9 @@ def test_label_out_of_range_fails_as_in_eager():
 def test_bad_options_are_named(options, message):
     with pytest.raises(Exception, match=message) as caught:
         torch.compile(nn.Linear(2, 2), backend="fused", options=options)(torch.randn(1, 2))
-    assert isinstance(caught.value, ValueError) or isinstance(getattr(caught.value, "inner_exception", None), ValueError)
+    assert isinstance(caught.value, ValueError) or isinstance(
+        getattr(caught.value, "inner_exception", None), ValueError
+    )
 
 
 def test_budget_strings():
@@ -360,7 +361,8 @@ def test_works_without_triton():
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'triton' else find(name, *a)\n"
         "import torch, torch.nn.functional as F\n"
-        "f = torch.compile(lambda g, u: F.silu(g) * u, backend='fused', options={'lowering': 'aot_eager', 'strict': True})\n"
+        "options = {'lowering': 'aot_eager', 'strict': True}\n"
+        "f = torch.compile(lambda g, u: F.silu(g) * u, backend='fused', options=options)\n"
         "g, u = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)\n"
         "f(g, u).sum().backward(); assert g.grad is not None\n"
     )
@@ -377,7 +379,7 @@ def llama_output(**options):
 
 
 def test_logits_stay_deferred_until_read():
-    model, inputs, want, got = llama_output()
+    _, _, want, got = llama_output()
     logits = got.logits
     assert type(logits).__name__ == "DeferredTensor"
     assert logits.shape == want.logits.shape and logits.dtype == want.logits.dtype and logits.requires_grad
@@ -390,7 +392,7 @@ def test_logits_stay_deferred_until_read():
 
 
 def test_a_loss_on_the_logits_has_its_gradient():
-    model, inputs, want, got = llama_output()
+    model, _, want, got = llama_output()
     for out in (want, got):
         model.zero_grad(set_to_none=True)
         (out.loss + out.logits.sin().mean()).backward()
@@ -402,7 +404,7 @@ def test_a_loss_on_the_logits_has_its_gradient():
 
 
 def test_logits_read_after_the_weights_changed_raise():
-    model, inputs, want, got = llama_output()
+    model, _, _, got = llama_output()
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
     with pytest.raises(RuntimeError, match=r"before optimizer\.step"):

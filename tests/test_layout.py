@@ -76,11 +76,7 @@ def test_imports_point_one_way():
     wrong = []
     for path in python_files(*SHIPPED):
         allowed = SHIPPED[: SHIPPED.index(path.parts[0]) + 1]
-        wrong += [
-            f"{path}:{line} imports {folder}"
-            for folder, _, line in own_imports(path)
-            if folder not in allowed
-        ]
+        wrong += [f"{path}:{line} imports {folder}" for folder, _, line in own_imports(path) if folder not in allowed]
     assert not wrong
 
 
@@ -113,9 +109,7 @@ def test_folders_are_flat():
 
 def test_no_file_is_a_drawer():
     assert not [
-        str(p)
-        for p in python_files(*CODE)
-        if p.stem.strip("_") in {"utils", "util", "helpers", "misc", "common"}
+        str(p) for p in python_files(*CODE) if p.stem.strip("_") in {"utils", "util", "helpers", "misc", "common"}
     ]
 
 
@@ -142,9 +136,7 @@ def test_functions_are_short():
 
 @pytest.mark.parametrize("kind", ["home folders", "folders of one machine"])
 def test_no_path_of_one_machine(kind):
-    names = {"home folders": "home|Users|root", "folders of one machine": "work|opt|mnt|scratch|workspace"}[
-        kind
-    ]
+    names = {"home folders": "home|Users|root", "folders of one machine": "work|opt|mnt|scratch|workspace"}[kind]
     path_of_a_machine = re.compile(rf"(?<![\w.~/\\$}}*-])/(?:{names})/\w")
     found = []
     for path in project_files():
@@ -152,7 +144,5 @@ def test_no_path_of_one_machine(kind):
             lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
             continue  # a picture
-        found += [
-            f"{path}:{i}: {line.strip()}" for i, line in enumerate(lines, 1) if path_of_a_machine.search(line)
-        ]
+        found += [f"{path}:{i}: {line.strip()}" for i, line in enumerate(lines, 1) if path_of_a_machine.search(line)]
     assert not found

@@ -6,7 +6,6 @@ import pytest
 import torch
 from _models import FUSIONS, SITES, batch, draws, tiny
 from _oracle import Float64, assert_as_accurate
-
 from fused_backend.compiler import explain
 
 OPTIONS = {"lowering": "aot_eager", "strict": False}

@@ -90,9 +90,7 @@ def shipped_files() -> set[str]:
 
 
 def fusions() -> set[str]:
-    return {
-        p.stem for p in project_files() if p.parts[0] == "patterns" and p.suffix == ".py" and p.stem[0] != "_"
-    }
+    return {p.stem for p in project_files() if p.parts[0] == "patterns" and p.suffix == ".py" and p.stem[0] != "_"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,120 @@
+"""linear_cross_entropy: which losses the pattern recognises, which it refuses, and that the numbers are right."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _graphs import assert_fused, assert_refused, operators
+
+VOCABULARY = 50
+
+
+def head_inputs(batch=2, length=6, d=8, bias=False, dtype=torch.float32):
+    h = torch.randn(batch, length, d, dtype=dtype).requires_grad_()
+    w = torch.randn(VOCABULARY, d, dtype=dtype).requires_grad_()
+    target = torch.randint(0, VOCABULARY, (batch, length))
+    target[:, 0] = -100
+    return [h, w, target, *([torch.randn(VOCABULARY, dtype=dtype).requires_grad_()] if bias else [])]
+
+
+def causal(logits, target, **kwargs):
+    """Hugging Face's loss: labels shifted by padding."""
+    shifted = F.pad(target, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.float().view(-1, VOCABULARY), shifted.view(-1), ignore_index=-100, **kwargs)
+
+
+SPELLINGS = {
+    "hugging face": lambda h, w, t: causal(F.linear(h, w), t),
+    "num_items_in_batch": lambda h, w, t: causal(F.linear(h, w), t, reduction="sum") / 7,
+    "num_items tensor": lambda h, w, t: causal(F.linear(h, w), t, reduction="sum") / (t != -100).sum(),
+    "logits_to_keep": lambda h, w, t: causal(F.linear(h[:, -4:, :], w), t[:, -4:]),
+    "nothing sliced": lambda h, w, t: causal(F.linear(h[:, slice(0, None), :], w), t),
+    "shifted logits": lambda h, w, t: F.cross_entropy(
+        F.linear(h, w)[..., :-1, :].contiguous().view(-1, VOCABULARY), t[..., 1:].reshape(-1)
+    ),
+    "plain": lambda h, w, t: F.cross_entropy(F.linear(h.view(-1, 8), w), t.view(-1)),
+    "nanogpt": lambda h, w, t: F.cross_entropy(
+        (h @ w.t()).view(-1, VOCABULARY), t.view(-1), ignore_index=-100
+    ),
+    "module": lambda h, w, t: torch.nn.CrossEntropyLoss()(F.linear(h, w).view(-1, VOCABULARY), t.view(-1)),
+    "label smoothing": lambda h, w, t: causal(F.linear(h, w), t, label_smoothing=0.1),
+    "softcap": lambda h, w, t: causal(torch.tanh(F.linear(h, w) / 3.0) * 3.0, t),
+    "scale": lambda h, w, t: causal(F.linear(h, w) * 0.25, t),
+    "divided": lambda h, w, t: causal(F.linear(h, w) / 6.0, t),
+    "scale, then softcap": lambda h, w, t: causal(3.0 * torch.tanh(F.linear(h, w) * 0.5 / 3.0), t),
+    "sum": lambda h, w, t: causal(F.linear(h, w), t, reduction="sum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings_are_fused(spelling):
+    assert_fused(SPELLINGS[spelling], head_inputs(), "linear_cross_entropy")
+
+
+def test_bias_and_bfloat16_are_fused():
+    def with_bias(h, w, t, b):
+        return causal(F.linear(h, w, b), t)
+
+    assert_fused(with_bias, head_inputs(bias=True), "linear_cross_entropy")
+    assert_fused(SPELLINGS["hugging face"], head_inputs(dtype=torch.bfloat16), "linear_cross_entropy")
+
+
+@pytest.mark.parametrize("frozen", ["w", "h", "both"])
+def test_nothing_is_computed_for_what_is_frozen(frozen):
+    h, w, t = head_inputs()
+    h.requires_grad_(frozen == "w")
+    w.requires_grad_(frozen == "h")
+    assert_fused(SPELLINGS["hugging face"], [h, w, t], "linear_cross_entropy")
+    arguments = operators(SPELLINGS["hugging face"], [h, w, t])["linear_cross_entropy"]
+    assert arguments[-3:] == (frozen == "w", frozen == "h", False)
+
+
+def test_logits_returned_beside_the_loss():
+    def model(h, w, t):
+        logits = F.linear(h, w)
+        return causal(logits, t), logits.float(), logits[:, -1:]
+
+    assert_fused(model, head_inputs(), "linear_cross_entropy")
+
+
+def test_tied_weight():
+    def model(w, t):
+        h = F.embedding(t.clamp(min=0), w).sin()
+        return causal(F.linear(h, w), t)
+
+    assert_fused(model, head_inputs()[1:], "linear_cross_entropy")
+
+
+NEAR_MISSES = {
+    "a second loss on the logits": (
+        lambda h, w, t: causal(F.linear(h, w), t) + F.linear(h, w).logsumexp(-1).pow(2).mean(), "logsumexp",
+    ),
+    "accuracy in the graph": (
+        lambda h, w, t: (causal(F.linear(h, w), t), F.linear(h, w).argmax(-1).float().mean().expand(2) + 0 * h.sum()),
+        "argmax",
+    ),
+    "class weights": (lambda h, w, t: causal(F.linear(h, w), t, weight=w.detach()[:, 0].abs()), "class weights"),
+    "reduction none": (lambda h, w, t: causal(F.linear(h, w), t, reduction="none").mean(), "none"),
+    "soft labels": (
+        lambda h, w, t: F.cross_entropy(F.linear(h, w).view(-1, VOCABULARY), h.new_ones(12, VOCABULARY).softmax(-1)),
+        "probabilities",
+    ),
+    "adapter on the head": (lambda h, w, t: causal(F.linear(h, w) + 0.5 * F.linear(h.sin(), w), t), "add"),
+    "classes in the middle": (
+        lambda h, w, t: F.cross_entropy(F.linear(h, w).transpose(1, 2), t), "(tokens, vocabulary)",
+    ),
+    "part of the vocabulary": (
+        lambda h, w, t: F.cross_entropy(F.linear(h, w)[..., :40].reshape(-1, 40), t.view(-1).clamp(max=39)), "narrow",
+    ),
+    "rounded before the loss": (
+        lambda h, w, t: causal(F.linear(h, w).to(torch.bfloat16), t), "rounded",
+    ),
+    "scaled after the softcap": (lambda h, w, t: causal(torch.tanh(F.linear(h, w) / 3.0) * 3.0 * 2.0, t), ""),
+    "softcap with two constants": (lambda h, w, t: causal(torch.tanh(F.linear(h, w) / 3.0) * 4.0, t), ""),
+    "noise on the logits": (lambda h, w, t: causal(F.linear(h, w).sin(), t), "sin"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_are_refused(name):
+    fn, reason = NEAR_MISSES[name]
+    assert_refused(fn, head_inputs(), "linear_cross_entropy", reason)

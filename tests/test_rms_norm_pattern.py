@@ -1,0 +1,143 @@
+"""rms_norm: which spellings the pattern recognises, which look-alikes it refuses, and that the numbers are right."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _graphs import assert_fused, assert_refused, operators
+
+EPS = 1e-6
+
+
+def pattern_inputs(*shape, dtype=torch.float32, w_dtype=None):
+    x = torch.randn(*shape, dtype=dtype).requires_grad_()
+    w = torch.randn(shape[-1], dtype=w_dtype or dtype).requires_grad_()
+    return [x, w]
+
+
+def rstd_of(h, power=2, dim=-1):
+    return torch.rsqrt(h.pow(power).mean(dim, keepdim=True) + EPS)
+
+
+SPELLINGS = {
+    "llama": lambda x, w: w * (x.float() * rstd_of(x.float())).to(x.dtype),
+    "weight on the right": lambda x, w: (x.float() * rstd_of(x.float())).type_as(x) * w,
+    "operators": lambda x, w: w * (x.float() * ((x.float() ** 2).mean(-1, keepdim=True) + EPS) ** -0.5).to(x.dtype),
+    "a product with itself": lambda x, w: (
+        w * (x.float() / torch.sqrt((x.float() * x.float()).mean(dim=-1, keepdim=True) + EPS)).to(x.dtype)
+    ),
+    "reciprocal": lambda x, w: (
+        w * (x.float() * (1.0 / torch.sqrt(EPS + torch.square(x.float()).mean([-1], True)))).to(x.dtype)
+    ),
+    "positive dim": lambda x, w: w * (x.float() * rstd_of(x.float(), dim=x.ndim - 1)).to(x.dtype),
+    "t5": lambda x, w: w * (x * rstd_of(x.to(torch.float32))).to(w.dtype),
+    "olmo2": lambda x, w: (w * (x.float() * rstd_of(x.float()))).to(x.dtype),
+    "helium": lambda x, w: (w.to(torch.float32) * (x.float() * rstd_of(x.float()))).to(x.dtype),
+    "gemma": lambda x, w: (x.float() * rstd_of(x.float()) * (1.0 + w.float())).type_as(x),
+    "no-op casts and slices": lambda x, w: (w.contiguous() * (x.float()[:, 0:] * rstd_of(x.float())).to(x.dtype)) * 1.0,
+    "torch": lambda x, w: F.rms_norm(x, (x.shape[-1],), w, EPS),
+    "torch without eps": lambda x, w: F.rms_norm(x, (x.shape[-1],), w),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings_are_fused(spelling, dtype):
+    assert_fused(SPELLINGS[spelling], pattern_inputs(3, 5, 8, dtype=dtype), "rms_norm")
+
+
+def test_without_weight_is_fused():
+    assert_fused(lambda x: (x.float() * rstd_of(x.float())).to(x.dtype), pattern_inputs(3, 8)[:1], "rms_norm")
+    assert_fused(lambda x: F.rms_norm(x, (8,)), pattern_inputs(3, 8)[:1], "rms_norm")
+
+
+def test_module_and_mixed_dtypes_are_fused():
+    norm = torch.nn.RMSNorm(8)
+    assert_fused(lambda x: norm(x), pattern_inputs(3, 8)[:1], "rms_norm")
+    mixed = pattern_inputs(3, 5, 8, dtype=torch.bfloat16, w_dtype=torch.float32)
+    assert_fused(SPELLINGS["llama"], mixed, "rms_norm")
+
+
+def test_norm_over_head_dim_keeps_strides():
+    def heads(x, w):
+        q = x.view(2, 6, 4, 8).transpose(1, 2)
+        q = SPELLINGS["llama"](q, w)
+        return q.transpose(1, 2).view(2, 6, 32)
+
+    x, w = torch.randn(2, 6, 32).requires_grad_(), torch.randn(8).requires_grad_()
+    assert_fused(heads, [x, w], "rms_norm")
+
+
+def test_residual_add_becomes_one_operator():
+    def block(x, r, w):
+        s = r + x
+        return s, SPELLINGS["llama"](s, w)
+
+    x, w = pattern_inputs(3, 5, 8)
+    inputs = [x, torch.randn(3, 5, 8).requires_grad_(), w]
+    assert_fused(block, inputs, "rms_norm")
+    assert "add_rms_norm" in operators(block, inputs)
+
+
+def test_residual_add_with_broadcasting_stays_outside():
+    def block(x, r, w):
+        s = r + x
+        return s, SPELLINGS["llama"](s, w)
+
+    x, w = pattern_inputs(3, 5, 8)
+    inputs = [x, torch.randn(5, 8).requires_grad_(), w]
+    assert_fused(block, inputs, "rms_norm")
+    assert "add_rms_norm" not in operators(block, inputs)
+
+
+@pytest.mark.parametrize("act", ["silu", "sigmoid"])
+def test_gated_norm_becomes_one_operator(act):
+    def gated(x, w, z):
+        return (SPELLINGS["llama"](x, w) * getattr(torch.nn.functional, act)(z.to(torch.float32))).to(x.dtype)
+
+    inputs = [
+        *pattern_inputs(3, 5, 8, dtype=torch.bfloat16),
+        torch.randn(3, 5, 8, dtype=torch.bfloat16).requires_grad_(),
+    ]
+    assert_fused(gated, inputs, "rms_norm")
+    assert "gated_rms_norm" in operators(gated, inputs)
+
+
+def centred(x):
+    return x - x.mean(-1, keepdim=True)
+
+
+NEAR_MISSES = {
+    "wrong dim": (lambda x, w: w * (x * rstd_of(x, dim=-2)), "mean"),
+    "all dims": (lambda x, w: w * (x * rstd_of(x, dim=(-2, -1))), "mean"),
+    "mean of |x|": (lambda x, w: w * (x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + EPS)), "pow"),
+    "cube": (lambda x, w: w * (x * torch.rsqrt((x.abs() ** 3).mean(-1, keepdim=True) + EPS)), "abs"),
+    "another tensor's mean": (lambda x, w: w * (x * rstd_of(x.sin())), ""),
+    "layer norm": (lambda x, w: w * (centred(x) * rstd_of(centred(x))), "LayerNorm"),
+    "keepdim false": (lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1) + EPS).unsqueeze(-1)), "unsqueeze"),
+    "eps a tensor": (lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + w.sum().abs())), ""),
+    "rounded between": (lambda x, w: w * (x * rstd_of(x).to(torch.bfloat16)), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_are_refused(name):
+    fn, reason = NEAR_MISSES[name]
+    assert_refused(fn, pattern_inputs(3, 5, 8), "rms_norm", reason)
+
+
+def test_a_weight_that_is_no_vector_leaves_the_weightless_norm():
+    def odd(x, w):
+        return w * (x.float() * rstd_of(x.float())).to(x.dtype)
+
+    x = torch.randn(3, 5, 8).requires_grad_()
+    assert_fused(odd, [x, torch.randn(5, 8).requires_grad_()], "rms_norm")
+
+
+def test_torch_norm_over_two_dimensions_is_refused():
+    w = torch.randn(5, 8).requires_grad_()
+    assert_refused(
+        lambda x, w: F.rms_norm(x, (5, 8), w, EPS),
+        [pattern_inputs(3, 5, 8)[0], w],
+        "rms_norm",
+        "2 dimensions",
+    )

@@ -1,0 +1,140 @@
+"""rope: which spellings the pattern recognises, which look-alikes it refuses, and that the numbers are right."""
+
+import pytest
+import torch
+from _graphs import assert_fused, assert_refused, operators
+
+
+def rotation_inputs(heads=3, sequence=5, channels=8, rotary=None, dtype=torch.float32, width=1):
+    """x (2, heads, sequence, channels), cos and sin (1, 1, sequence, rotary * width)."""
+    x = torch.randn(2, sequence, heads, channels, dtype=dtype).transpose(1, 2).requires_grad_()
+    angle = torch.randn(1, 1, sequence, (rotary or channels) // 2)
+    angle = torch.cat((angle, angle), -1) if width == 1 else angle
+    return [x, angle.cos(), angle.sin()]
+
+
+def rotate_half(x):
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def rotate_half_by_chunks(x):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([-b, a], dim=-1)
+
+
+def rotate_pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def rotate_pairs_by_reshape(x):
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return torch.stack((-pairs[..., 1], pairs[..., 0]), -1).reshape(x.shape)
+
+
+SPELLINGS = {
+    "rotate half": lambda x, c, s: x * c + rotate_half(x) * s,
+    "chunks, sum the other way": lambda x, c, s: (rotate_half_by_chunks(x) * s) + (c * x),
+    "rounded at the end": lambda x, c, s: (x * c + rotate_half(x) * s).to(x.dtype),
+    "float32 inside": lambda x, c, s: (x.float() * c + rotate_half(x.float()) * s).type_as(x),
+    "pairs": lambda x, c, s: x * c + rotate_pairs(x) * s,
+    "pairs by reshape": lambda x, c, s: (x.float() * c + rotate_pairs_by_reshape(x.float()) * s).to(x.dtype),
+}
+HALF_WIDTH = {
+    "gpt_oss": lambda x, c, s: torch.cat(
+        (x.chunk(2, -1)[0] * c - x.chunk(2, -1)[1] * s, x.chunk(2, -1)[1] * c + x.chunk(2, -1)[0] * s), -1
+    ),
+    "torchtune": lambda x, c, s: torch.stack(
+        [x[..., ::2] * c - x[..., 1::2] * s, x[..., 1::2] * c + x[..., ::2] * s], -1
+    ).flatten(3),
+    "complex": lambda x, c, s: torch.view_as_real(
+        torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * torch.complex(c, s)
+    ).flatten(3).type_as(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings_are_fused(spelling, dtype):
+    x, cos, sin = rotation_inputs(dtype=dtype)
+    if spelling == "rotate half":
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    assert_fused(SPELLINGS[spelling], [x, cos, sin], "rope")
+
+
+@pytest.mark.parametrize("spelling", HALF_WIDTH)
+def test_half_width_tables_are_fused(spelling):
+    assert_fused(HALF_WIDTH[spelling], rotation_inputs(width=0.5), "rope")
+
+
+def test_sequence_before_heads_is_fused():
+    x, cos, sin = rotation_inputs()
+    inputs = [x.detach().transpose(1, 2).requires_grad_(), cos.transpose(1, 2), sin.transpose(1, 2)]
+    assert_fused(SPELLINGS["rotate half"], inputs, "rope")
+
+
+def test_two_dimensional_tables_are_fused():
+    x, cos, sin = rotation_inputs()
+    assert_fused(SPELLINGS["rotate half"], [x, cos[0, 0], sin[0, 0]], "rope")
+
+
+def test_partial_rotary_is_one_operator():
+    def partial(x, c, s):
+        return torch.cat((SPELLINGS["rotate half"](x[..., :4], c, s), x[..., 4:]), dim=-1)
+
+    inputs = rotation_inputs(channels=12, rotary=4)
+    assert_fused(partial, inputs, "rope")
+    assert operators(partial, inputs)["rope"][3] == 4
+
+
+def test_q_and_k_share_a_launch():
+    def both(q, k, c, s):
+        return SPELLINGS["rotate half"](q, c, s), SPELLINGS["rotate half"](k, c, s)
+
+    q, cos, sin = rotation_inputs(heads=4)
+    inputs = [q, rotation_inputs(heads=2)[0], cos, sin]
+    assert_fused(both, inputs, "rope")
+    assert "rope_qk" in operators(both, inputs)
+
+
+def test_a_key_that_depends_on_the_query_is_not_paired():
+    def chain(q, c, s):
+        once = SPELLINGS["rotate half"](q, c, s)
+        return SPELLINGS["rotate half"](once.sin(), c, s)
+
+    inputs = rotation_inputs()
+    assert_fused(chain, inputs, "rope", count=2)
+    assert "rope_qk" not in operators(chain, inputs)
+
+
+NEAR_MISSES = {
+    "sign flipped": (lambda x, c, s: x * c + torch.cat((x[..., 4:], -x[..., :4]), -1) * s, ""),
+    "halves not swapped": (lambda x, c, s: x * c + torch.cat((-x[..., :4], x[..., 4:]), -1) * s, "half"),
+    "minus": (lambda x, c, s: x * c - rotate_half(x) * s, "sub"),
+    "uneven split": (lambda x, c, s: x * c + torch.cat((-x[..., 3:], x[..., :3]), -1) * s, ""),
+    "another tensor": (lambda x, c, s: x * c + rotate_half(x.sin()) * s, ""),
+    "pairs misaligned": (lambda x, c, s: x * c + torch.stack((-x[..., ::2], x[..., 1::2]), -1).flatten(-2) * s, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_are_refused(name):
+    fn, reason = NEAR_MISSES[name]
+    assert_refused(fn, rotation_inputs(), "rope", reason)
+
+
+def test_tables_with_a_gradient_are_refused():
+    x, cos, sin = rotation_inputs()
+    assert_refused(SPELLINGS["rotate half"], [x, cos.requires_grad_(), sin], "rope", "gradient")
+
+
+def test_a_table_for_all_heads_is_refused():
+    x, cos, sin = rotation_inputs()
+    inputs = [x, cos.expand(1, 3, 5, 8).contiguous(), sin.expand(1, 3, 5, 8).contiguous()]
+    assert_refused(SPELLINGS["rotate half"], inputs, "rope", "one row per position")
+
+
+def test_three_dimensional_x_is_refused():
+    x, cos, sin = rotation_inputs()
+    inputs = [x[:, 0].detach().requires_grad_(), cos[:, 0], sin[:, 0]]
+    assert_refused(SPELLINGS["rotate half"], inputs, "rope", "shape")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from .canonicalize import Mode
@@ -107,8 +108,8 @@ def _unrewritten(
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """What the backend does to `model` on these arguments: every site, fused or refused and why.
 
-    Runs the model's forward once, uncompiled but rewritten; parameters, gradients, buffers' modes and the random
-    state are left as they were.
+    Runs the model's forward once, rewritten but not compiled; parameters, gradients, the random state and what is
+    compiled already are left as they were. A model that `model.compile()` was called on is looked through.
     """
     report = Report()
 
@@ -118,13 +119,19 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         report.graph_count += 1
         return finish(gm.forward)
 
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
+    own = model if isinstance(model, torch.nn.Module) else None
+    compiled_in_place = getattr(own, "_compiled_call_impl", None)
     before = sum(counters["graph_break"].values())
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.compile(model, backend=collect)(*args, **kwargs)
+    # Every call is one more compilation of the same code; Dynamo would stop after eight.
+    no_limit = torch._dynamo.config.patch(recompile_limit=2**30, accumulated_recompile_limit=2**30)
+    try:
+        if own is not None:
+            own._compiled_call_impl = None
+        with torch.random.fork_rng(devices=devices), no_limit:
+            torch.compile(model, backend=collect)(*args, **kwargs)
+    finally:
+        if own is not None:
+            own._compiled_call_impl = compiled_in_place
     report.graph_breaks = sum(counters["graph_break"].values()) - before
-    torch._dynamo.reset()
     return report

@@ -188,8 +188,9 @@ def _call(canonical: Canonical, node: Node, mode: Mode) -> Value:
         return table.make("sym", (str(fake.node.expr),), fake, node)
     if name is None or fake is None:
         return table.unique("opaque", str(name or node.target), fake, node)
-    args = map_arg(node.args, lambda n: canonical.of_node[n])
-    kwargs = map_arg(node.kwargs, lambda n: canonical.of_node[n])
+    value_of: Any = canonical.of_node.__getitem__
+    args = map_arg(node.args, value_of)
+    kwargs = map_arg(node.kwargs, value_of)
     args = tuple(_show_hidden_cast(table, name, a, fake, mode) for a in args)  # type: ignore[union-attr]
     return table.canonical(name, args, dict(kwargs), fake, node)  # type: ignore[arg-type]
 

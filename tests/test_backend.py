@@ -431,3 +431,21 @@ def test_model_compile_keeps_state_dict_keys():
     model.compile(backend="fused", options=OPTIONS)
     step(model, inputs)
     assert list(model.state_dict()) == keys
+
+
+def test_explain_looks_through_a_compiled_model_and_leaves_it_compiled():
+    model, inputs = tiny("llama"), batch()
+    calls = []
+
+    def counting(gm, example_inputs):
+        calls.append(1)
+        return fused(gm, example_inputs, options=OPTIONS)
+
+    model.compile(backend=counting)
+    step(model, inputs)
+    before = torch.get_rng_state()
+    for _ in range(10):
+        assert explain(model, **inputs).counts()["rms_norm"] == (5, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    step(model, inputs)
+    assert len(calls) == 1

@@ -1,0 +1,103 @@
+"""The README's table of measurements, made from bench/results: `python bench/table.py --write`.
+
+Without --write the table is printed. A test checks that the README holds what this command makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+BEGIN, END = "<!-- made by bench/table.py -->", "<!-- end -->"
+
+# Which rows of each result file the README shows; the files hold many more.
+SHOWN = {
+    "rms_norm": ("8192x4096 bf16 plain", "8192x4096 bf16 residual", "262144x128 bf16 plain"),
+    "rope": ("B2 S4096 H32/8 K128 R128 bf16", "B2 S4096 H32/8 K128 R128 bf16 interleaved"),
+    "swiglu": ("8192x14336 bf16 silu", "8192x14336 bf16 silu packed"),
+}
+HEADS = ("llama3_8b, frozen head", "llama3_8b, trained head")
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def memory_bound() -> list[str]:
+    """Forward and backward of the kernels that move bytes: microseconds, share of the copy bandwidth."""
+    lines = [
+        "| kernel (bf16) | pass | eager µs | Inductor µs | fused µs | of copy bandwidth |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, cases in SHOWN.items():
+        rows = load(name)["rows"]
+        for case in cases:
+            for direction in ("forward", "backward"):
+                found = {r["candidate"]: r for r in rows if (r["case"], r["direction"]) == (case, direction)}
+                ours = found["fused ops"]
+                times = [f"{found[c]['time_us']:.0f}" for c in ("eager", "inductor")]
+                lines.append(
+                    f"| {name} {case.replace(' bf16', '')} | {direction} | {times[0]} | {times[1]} "
+                    f"| {ours['time_us']:.0f} | {ours['of_copy_percent']:.0f} % |"
+                )
+    return lines
+
+
+def heads() -> list[str]:
+    """lm_head and cross-entropy, forward and backward."""
+    lines = [
+        "| lm_head + cross-entropy, forward + backward, 8192 tokens | eager | Inductor | fused | its products alone |",
+        "|---|---|---|---|---|",
+    ]
+    rows = load("linear_cross_entropy")["rows"]
+    for case in HEADS:
+        found = {r["impl"]: r for r in rows if r.get("case") == case}
+        cells = [
+            f"{found[i]['time_us'] / 1e3:.1f} ms, +{found[i]['extra_GiB']:.2f} GiB" for i in ("eager", "inductor", "fused")
+        ]
+        lines.append(f"| {case} | {' | '.join(cells)} | {found['products alone']['time_us'] / 1e3:.1f} ms |")
+    return lines
+
+
+def steps() -> list[str]:
+    """Whole training steps."""
+    lines = [
+        "| training step, Llama-3-8B width, 2 layers, 8192 tokens | eager | Inductor | fused |",
+        "|---|---|---|---|",
+    ]
+    rows = [r for r in load("model")["rows"] if "ms" in r]
+    names = {"full": "all weights trained", "lora": "LoRA r=16 on all linear layers"}
+    for train in dict.fromkeys(r["train"] for r in rows):
+        found = {r["stack"]: r for r in rows if r["train"] == train}
+        cells = [f"{found[s]['ms']:.1f} ms, {found[s]['peak_GiB']:.1f} GiB" for s in ("eager", "inductor", "fused")]
+        lines.append(f"| {names[train]} | {' | '.join(cells)} |")
+    return lines
+
+
+def table() -> str:
+    machine = load("model")["machine"]
+    where = f"One {machine['device']}, torch {machine['torch']}, triton {machine['triton']}"
+    text = [
+        f"{where}; repeat with `python bench/on_gpu.py`, all rows in [bench/results](bench/results).",
+        "", *steps(), "", *heads(), "", *memory_bound(),
+    ]  # fmt: skip
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    if not parser.parse_args().write:
+        print(table())
+        return
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()

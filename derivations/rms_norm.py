@@ -102,12 +102,15 @@ def dz(dy, normed, d_act):
 # With s = sigmoid(z): s' = s (1 - s), so (z s)' = s + z s (1 - s).
 
 
-def d_sigmoid(sigmoid):
-    return sigmoid * (1 - sigmoid)
+# `rest` is 1 - sigmoid(z), taken as sigmoid(-z): the difference would cancel for large z.
 
 
-def d_silu(z, sigmoid):
-    return sigmoid * (1 + z * (1 - sigmoid))
+def d_sigmoid(sigmoid, rest):
+    return sigmoid * rest
+
+
+def d_silu(z, sigmoid, rest):
+    return sigmoid * (1 + z * rest)
 
 
 # The proofs. A row is `row(k) -> expression`; a loss is the inner product of an output with its cotangent.
@@ -176,8 +179,8 @@ def _claim_gated_dw(name: str) -> tuple[Any, Any]:
 
 
 def _claim_dz(name: str) -> tuple[Any, Any]:
-    s = _sigmoid(z[k])
-    d_act = d_silu(z[k], s) if name == "silu" else d_sigmoid(s)
+    s, rest = _sigmoid(z[k]), _sigmoid(-z[k])
+    d_act = d_silu(z[k], s, rest) if name == "silu" else d_sigmoid(s, rest)
     return differentiate(_gated_loss(name), z[k]), dz(dy[k], _y(lambda col: x[col], k), d_act)
 
 

@@ -16,11 +16,11 @@ from ._launch import cdiv, next_power_of_2, tl, triton
 TILE = 4096
 
 
-def row_tile(D: int) -> dict[str, int]:
+def row_tile(D: int, elements: int = TILE, per_warp: int = 512) -> dict[str, int]:
     """A tile of whole rows, several where they are short, as launch arguments."""
     block = next_power_of_2(D)
-    rows = max(1, TILE // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 512))}
+    rows = min(128, max(1, elements // block))
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // per_warp))}
 
 
 @triton.jit

@@ -31,8 +31,7 @@ _d_residual, _d_normed, _dz = inline(formulas.d_residual), inline(formulas.d_nor
 _d_silu, _d_sigmoid = inline(formulas.d_silu), inline(formulas.d_sigmoid)
 _xhat = inline(formulas.xhat)
 
-# A longer row would not fit one program.
-MAX_D = 65536
+MAX_D = 65536  # a longer row would not fit one program
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -113,11 +112,11 @@ def rms_norm_bwd_kernel(
             # The value that w multiplied in the forward was rounded.
             weighted = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
         if FORM == "silu" or FORM == "sigmoid":
-            sigmoid = tl.sigmoid(other)
+            sigmoid, rest = tl.sigmoid(other), tl.sigmoid(-other)
             if FORM == "silu":
-                act, d_act = _silu(other, sigmoid), _d_silu(other, sigmoid)
+                act, d_act = _silu(other, sigmoid), _d_silu(other, sigmoid, rest)
             else:
-                act, d_act = sigmoid, _d_sigmoid(sigmoid)
+                act, d_act = sigmoid, _d_sigmoid(sigmoid, rest)
             dz = _dz(dy, _y(scale, weighted), d_act)
             tl.store(dz_ptr + out, dz.to(dz_ptr.dtype.element_ty), mask)
             dy = _d_normed(dy, act)
@@ -139,8 +138,8 @@ def _has_kernel(x: Tensor, *others: Tensor | None) -> bool:
     return x.numel() > 0 and x.shape[-1] <= MAX_D and not double
 
 
-# One forward and one backward serve all three operators: `form` is plain, residual, silu or sigmoid, `other`
-# the second (..., D) tensor of that form. Each exists as kernel launch, as plain torch and as shapes alone.
+# One forward and one backward serve all three operators: `form` is plain, residual, silu or sigmoid, `other` its
+# second (..., D) tensor. Each exists as kernel launch, as plain torch and as shapes alone.
 
 
 def _forward(x, other, w, eps, offset, cast, form):
@@ -166,12 +165,14 @@ def _backward(dy, x, other, w, rstd, offset, cast, form, need_dw):
     (dy, x, other), (n1, n2), (dy_strides, x_strides, o_strides) = row_levels(dy, x, other)
     dx, dw, dz = _backward_fake(dy, x, other, w, rstd, offset, cast, form, need_dw)
     need_dw = need_dw and w is not None
-    D, tile = x.shape[-1], row_tile(x.shape[-1])
+    D = x.shape[-1]
+    # Measured on an H200: short rows do best in few large programs (every share of dw costs), long ones in small.
+    tile = row_tile(D, 8192, 1024) if D <= 256 else row_tile(D, 2048)
     T = x.numel() // D
     programs, partial = cdiv(T, tile["ROWS"]), dx
     if need_dw:
         # Enough programs to fill the device, few, so that their shares of dw stay small.
-        programs = min(programs, sm_count(x.device) * max(1, min(4, 8192 // D)))
+        programs = min(programs, sm_count(x.device) * (2 if D <= 256 else max(1, min(4, 8192 // D))))
         partial = x.new_empty((programs, D), dtype=torch.float32)
     rms_norm_bwd_kernel[(programs,)](
         dy, *dy_strides, x, *x_strides, x if other is None else other, *o_strides,
@@ -185,10 +186,10 @@ def _backward(dy, x, other, w, rstd, offset, cast, form, need_dw):
 
 def _activation(z, name):
     """act(z) and act'(z)."""
-    sigmoid = torch.sigmoid(z)
+    sigmoid, rest = torch.sigmoid(z), torch.sigmoid(-z)
     if name == "silu":
-        return formulas.silu(z, sigmoid), formulas.d_silu(z, sigmoid)
-    return sigmoid, formulas.d_sigmoid(sigmoid)
+        return formulas.silu(z, sigmoid), formulas.d_silu(z, sigmoid, rest)
+    return sigmoid, formulas.d_sigmoid(sigmoid, rest)
 
 
 def _forward_reference(x, other, w, eps, offset, cast, form):

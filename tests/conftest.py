@@ -23,10 +23,11 @@ if not HAS_GPU:
 import pytest  # noqa: E402
 
 
-def _convert_bf16_as_a_gpu_does() -> None:
-    """Triton's interpreter (3.6 to 3.9) truncates float32 to bfloat16; every GPU rounds to nearest even.
+def _round_as_a_gpu_does() -> None:
+    """Two things Triton's interpreter (3.6 to 3.9) does less accurately than any GPU.
 
-    Its way back is exact, but slow enough to be replaced as well.
+    It truncates float32 to bfloat16 where a GPU rounds to nearest even (its way back is exact, but slow enough to be
+    replaced as well), and it sums over rows one after the other where a GPU adds up a tree.
     """
     try:
         import triton.language as tl
@@ -45,11 +46,23 @@ def _convert_bf16_as_a_gpu_does() -> None:
             return cast(self, src, dst_type)
         return interpreter.TensorHandle(data.numpy(), dst_type.scalar)
 
+    def sum_as_a_tree(self, input):
+        data = input.handle.data
+        if self.axis is not None:
+            data = data.swapaxes(self.axis, -1)
+            while data.shape[-1] > 1:  # sizes are powers of two
+                data = data[..., ::2] + data[..., 1::2]
+            data = data.swapaxes(self.axis, -1) if self.keep_dims else data.swapaxes(self.axis, -1).squeeze(self.axis)
+        else:
+            data = data.sum(keepdims=self.keep_dims)
+        return self.to_tensor(data, input.dtype)
+
     interpreter.InterpreterBuilder.cast_impl = cast_impl
+    interpreter.ReduceOps.sum = sum_as_a_tree
 
 
 if not HAS_GPU:
-    _convert_bf16_as_a_gpu_does()
+    _round_as_a_gpu_does()
 
 
 def pytest_collection_modifyitems(items):

@@ -13,7 +13,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [
     pytest.param((3, 5, 7), id="odd"),
-    pytest.param((1,), id="one-element"),
+    pytest.param((499, 1), id="one-column"),
     pytest.param((2, 1031), id="prime-longer-than-a-block"),
     pytest.param((2, 3, 128), id="aligned"),
     pytest.param((0, 16), id="no-rows"),
@@ -81,6 +81,13 @@ def test_swiglu_is_as_accurate_as_eager(implementation, activation, dtype, shape
     gate, up = pair(shape, "contiguous", dtype, device)
     fused = hosts("swiglu", implementation, activation)
     judge(fused, EAGER[activation], [gate, up], [torch.randn(shape, device=device)])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_one_element_is_computed_as_among_many(implementation, device):
+    gate, up = pair((64,), "contiguous", torch.float32, device)
+    fused = hosts("swiglu", implementation, "silu")
+    assert torch.equal(fused(gate, up)[:1], fused(gate[:1], up[:1]))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])

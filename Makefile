@@ -26,7 +26,7 @@ test: export OMP_NUM_THREADS = 1
 test: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pyright --pythonpath $(PY)
+	$(PY) -m pyright --pythonpath $$(command -v $(PY))
 	$(PY) -P -m pytest -q -n $(JOBS) --durations=10
 
 clean:

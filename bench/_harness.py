@@ -14,6 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,20 @@ import torch  # noqa: E402
 RESULTS = _ROOT / "bench" / "results"
 
 
-def time_us(fn: Callable[[], Any], runs: int = 60) -> float:
+def time_us(fn: Callable[[], Any], runs: int | None = None) -> float:
     """Median GPU time of `fn` in microseconds; L2 is flushed before every run.
 
     The GPU sleeps before the clock starts, so that what `fn` launches is queued by then: in a training step the CPU
     runs ahead too, and launch overhead of small kernels would otherwise be all that is seen.
     """
-    for _ in range(5):
+    for _ in range(3):
         fn()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    fn()
+    torch.cuda.synchronize()
+    if runs is None:
+        runs = 60 if time.perf_counter() - started < 3e-3 else 15
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
     for begin, end in events:

@@ -56,9 +56,8 @@ def heads() -> list[str]:
     rows = load("linear_cross_entropy")["rows"]
     for case in HEADS:
         found = {r["impl"]: r for r in rows if r.get("case") == case}
-        cells = [
-            f"{found[i]['time_us'] / 1e3:.1f} ms, +{found[i]['extra_GiB']:.2f} GiB" for i in ("eager", "inductor", "fused")
-        ]
+        stacks = [found[name] for name in ("eager", "inductor", "fused")]
+        cells = [f"{r['time_us'] / 1e3:.1f} ms, +{r['extra_GiB']:.2f} GiB" for r in stacks]
         lines.append(f"| {case} | {' | '.join(cells)} | {found['products alone']['time_us'] / 1e3:.1f} ms |")
     return lines
 

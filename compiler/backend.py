@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
@@ -47,6 +48,8 @@ def fused(
         return _unrewritten(gm, example_inputs, parsed, mode, error)
     try:
         compiled = finish(lower(gm, example_inputs, parsed, mode))
+    except RestartAnalysis:  # not a failure: Dynamo is asked to trace again
+        raise
     except Exception as error:
         restore()
         return _unrewritten(gm, example_inputs, parsed, mode, error)

@@ -9,18 +9,19 @@ share one Value. The rules for each op are in `spelling.py`.
 from __future__ import annotations
 
 import operator
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..patterns._fusion import Hole, Value
 from .spelling import RULES, Aliased
 
 # The casts that autocast makes without showing them: these ops run in its low precision.
-_AUTOCAST_LOW = {"linear", "matmul"}
+_AUTOCAST_LOW = {"linear", "matmul", "mm", "bmm"}
 # ... and these in float32, where the result shows it.
 _AUTOCAST_FLOAT32 = {"pow", "rsqrt", "sqrt", "cross_entropy", "rms_norm", "mean"}
 
@@ -56,28 +57,38 @@ class Mode:
 
 
 class ValueTable:
-    """Hands out Values so that equal computations get the same one."""
+    """Hands out Values so that equal computations get the same one.
 
-    def __init__(self) -> None:
+    `overwritten` are the storages that the graph writes to: what is read from or kept in them depends on when.
+    `detached` says that the nodes being read run under no_grad in a graph that has gradients elsewhere.
+    """
+
+    def __init__(self, overwritten: Set[int] = frozenset()) -> None:
         self.values: list[Value] = []
+        self.overwritten = overwritten
+        self.detached = False
         self._seen: dict[Any, Value] = {}
 
     def make(self, op: str, args: tuple[Any, ...], fake: Any, node: Node | None = None) -> Value:
+        read = [storage(n.meta.get("example_value")) for n in node.all_input_nodes] if node is not None else []
+        shared = not any(s in self.overwritten for s in (storage(fake), *read))
         # A value computed under no_grad is another value than the same one with a gradient.
-        grad = isinstance(fake, torch.Tensor) and fake.requires_grad
+        grad = isinstance(fake, torch.Tensor) and fake.requires_grad and not self.detached
         keys = [_key(a) for a in args]
         key = (op, grad, *(sorted(keys, key=repr) if op in ("add", "mul") else keys))
-        value = self._seen.get(key)
+        value = self._seen.get(key) if shared else None
         if value is None:
-            value = self._seen[key] = Value(op, args, fake)
+            value = Value(op, args, fake, detached=self.detached)
             self.values.append(value)
+            if shared:
+                self._seen[key] = value
         if node is not None:
             value.nodes.append(node)
         return value
 
     def unique(self, op: str, name: str, fake: Any, node: Node | None = None) -> Value:
         """A value that equals no other: an input, or an op that the rules do not know (dropout, say)."""
-        value = Value(op, (name,), fake, [node] if node is not None else [])
+        value = Value(op, (name,), fake, [node] if node is not None else [], self.detached)
         self.values.append(value)
         return value
 
@@ -95,14 +106,23 @@ class ValueTable:
             except (TypeError, ValueError, IndexError, KeyError, AttributeError):
                 result = None  # an argument form no rule knows: opaque, so nothing is assumed about it
         if isinstance(result, Aliased):
-            same_grad = getattr(fake, "requires_grad", None) == getattr(result.value.fake, "requires_grad", None)
-            if same_grad:
+            if self._is_alias(fake, result.value):
                 return result.value
             result = None
         if result is None:
             return self.unique("opaque", name, fake, node)
         op, op_args = result
         return self.make(op, op_args, fake, node)
+
+    def _is_alias(self, fake: Any, source: Value) -> bool:
+        """May a call that changes nothing stand for its input: same gradient, and no copy that is written to?"""
+        # Under no_grad a view says requires_grad=True and yet stops the gradient.
+        grad = getattr(fake, "requires_grad", None)
+        same_grad = (
+            fake is source.fake or (not self.detached and grad == source.requires_grad) or not source.requires_grad
+        )
+        own = storage(fake)
+        return same_grad and (own not in self.overwritten or own == storage(source.fake))
 
 
 def _key(arg: Any) -> Any:
@@ -143,7 +163,9 @@ class Canonical:
 
 def canonicalize(graph: Graph, mode: Mode) -> Canonical:
     """Read a Dynamo graph whose nodes carry `example_value`. `mode` is what is in force where it starts."""
-    canonical = Canonical(graph)
+    mutated = _overwritten(graph)
+    canonical = Canonical(graph, ValueTable(mutated), mutated=mutated)
+    switches_grad = any(getattr(n.target, "__name__", "") == "_set_grad_enabled" for n in graph.nodes)
     entered: dict[Node, Mode] = {}
     for position, node in enumerate(graph.nodes):
         canonical.order[node] = position
@@ -159,7 +181,9 @@ def canonicalize(graph: Graph, mode: Mode) -> Canonical:
                 mode = _with_autocast(mode, node.args)
             elif name == "_exit_autocast" and isinstance(node.args[0], Node):
                 mode = entered.get(node.args[0], mode)
+            canonical.table.detached = switches_grad and not mode.grad
             canonical.of_node[node] = _call(canonical, node, mode)
+            canonical.table.detached = False
     return canonical
 
 
@@ -182,7 +206,6 @@ def _call(canonical: Canonical, node: Node, mode: Mode) -> Value:
     fake = node.meta.get("example_value")
     name = op_name(node)
     if _mutates(node):
-        canonical.mutated |= {s for a in node.all_input_nodes if (s := storage(a.meta.get("example_value")))}
         return table.unique("opaque", str(name or node.target), fake, node)
     if isinstance(fake, torch.SymInt):
         return table.make("sym", (str(fake.node.expr),), fake, node)
@@ -193,6 +216,21 @@ def _call(canonical: Canonical, node: Node, mode: Mode) -> Value:
     kwargs = map_arg(node.kwargs, value_of)
     args = tuple(_show_hidden_cast(table, name, a, fake, mode) for a in args)  # type: ignore[union-attr]
     return table.canonical(name, args, dict(kwargs), fake, node)  # type: ignore[arg-type]
+
+
+def _overwritten(graph: Graph) -> set[int]:
+    """Storages that a node of the graph writes to."""
+    written: set[int] = set()
+    for node in graph.nodes:
+        touched = [node, *node.all_input_nodes] if _mutates(node) else [node] if _was_written(node) else []
+        written |= {s for n in touched if (s := storage(n.meta.get("example_value"))) is not None}
+    return written
+
+
+def _was_written(node: Node) -> bool:
+    """Dynamo ran the program on the fake tensors: one that was written to has counted it."""
+    fake = node.meta.get("example_value")
+    return isinstance(fake, torch.Tensor) and not fake.is_inference() and fake._version > 0
 
 
 def _show_hidden_cast(table: ValueTable, name: str, arg: Any, fake: Any, mode: Mode) -> Any:
@@ -234,16 +272,35 @@ def _mutates(node: Node) -> bool:
     if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
         return True
     if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+        name = str(node.target)
+        return name.endswith("_") if not name.endswith("__") else name.startswith("__i") or name == "__setitem__"
     if node.target in _INPLACE_OPERATORS:
         return isinstance(node.meta.get("example_value"), torch.Tensor) or node.target is operator.setitem
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return any(getattr(node.target, o)._schema.is_mutable for o in node.target.overloads())
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _body_mutates(node)
     name = getattr(node.target, "__name__", "")
     position = _INPLACE_ARGUMENT.get(name)
     if position is not None and len(node.args) > position and node.args[position] is True:
         return True
-    return name.endswith("_") and not name.startswith("_")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _body_mutates(node: Node) -> bool:
+    """Does a higher-order op write to its inputs: a Triton kernel, or an op in one of its bodies?"""
+    if "mutation" in node.target._name:  # type: ignore[union-attr]
+        return True
+    root = node.graph.owning_module
+    names = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
+    for body in (getattr(root, name, None) for name in names):
+        if isinstance(body, GraphModule):
+            inputs = {storage(n.meta.get("example_value")) for n in body.graph.find_nodes(op="placeholder")}
+            if not inputs.isdisjoint(_overwritten(body.graph)):
+                return True
+    return False
 
 
 def storage(fake: Any) -> int | None:

@@ -40,6 +40,7 @@ class DeferredTensor(torch.Tensor):
 
     _compute: Callable[[], torch.Tensor]
     _depends: list[tuple[torch.Tensor, int]]
+    _leaves: list[torch.Tensor]
     _value: torch.Tensor | None
     _needs_grad: bool
 
@@ -49,19 +50,22 @@ class DeferredTensor(torch.Tensor):
         compute: Callable[[], torch.Tensor],
         like: torch.Tensor | _OnDevice,
         depends: list[tuple[torch.Tensor, int]],
+        leaves: list[torch.Tensor],
         grad: bool,
     ) -> DeferredTensor:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
-        )
-        self._compute, self._depends, self._value, self._needs_grad = compute, depends, None, grad
+        def make() -> Any:
+            return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+            )
+
+        self = _Attached.apply(make, compute, *leaves) if grad else make()
+        self._compute, self._depends, self._leaves, self._value, self._needs_grad = compute, depends, leaves, None, grad
         return self
 
     def materialize(self) -> torch.Tensor:
-        """The ordinary tensor; computed once, and once more with a graph if it is first read under no_grad."""
-        value = self._value
-        if value is not None and (value.requires_grad or not (self._needs_grad and torch.is_grad_enabled())):
-            return value
+        """The ordinary tensor, with the gradient it would have had, whatever mode it is first read in."""
+        if self._value is not None:
+            return self._value
         for tensor, version in self._depends:
             if _version(tensor) != version:
                 raise RuntimeError(
@@ -69,7 +73,10 @@ class DeferredTensor(torch.Tensor):
                     "changed since the forward pass. Read them (for example logits = logits.clone()) before "
                     "optimizer.step(), or compile with options={'fusions': '-linear_cross_entropy'}"
                 )
-        self._value = self._compute()
+        # The hooks: a checkpointed reader must not count what the head saves among its own.
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with torch.inference_mode(False), torch.set_grad_enabled(self._needs_grad), keep:
+            self._value = self._compute()
         return self._value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -103,6 +110,23 @@ class DeferredTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
+class _Attached(torch.autograd.Function):
+    """Gives a deferred tensor its gradient where no Python call asks for its values: functorch, a custom Function."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Any], compute: Any, *leaves: torch.Tensor) -> Any:
+        ctx.compute, ctx.leaves = compute, leaves
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple:  # type: ignore[override]
+        wanted = [leaf for leaf, needs in zip(ctx.leaves, ctx.needs_input_grad[2:], strict=True) if needs]
+        with torch.enable_grad():
+            value = ctx.compute()
+        found = iter(torch.autograd.grad(value, wanted, dy, retain_graph=True, allow_unused=True))
+        return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])
+
+
 def _derive(me: DeferredTensor, func: Any, args: Any, kwargs: Any) -> DeferredTensor | None:
     """The deferred result of a cast, a basic slice or detach; None for anything else."""
     is_cast = func in _CASTS or (
@@ -117,11 +141,15 @@ def _derive(me: DeferredTensor, func: Any, args: Any, kwargs: Any) -> DeferredTe
     with torch._C.DisableTorchFunctionSubclass():
         like = func(torch.empty_strided(me.shape, me.stride(), dtype=me.dtype, device="meta"), *args[1:], **kwargs)
         like = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    if is_cast and like.dtype == me.dtype and not kwargs.get("copy"):
+        return me
+    grad = me._needs_grad and func is not torch.Tensor.detach and torch.is_grad_enabled()
     return DeferredTensor(
         lambda: func(me.materialize(), *args[1:], **kwargs),
         _OnDevice(like, me.device),
         [],
-        me._needs_grad and func is not torch.Tensor.detach,
+        me._leaves,
+        grad and (like.is_floating_point() or like.is_complex()),
     )
 
 
@@ -225,10 +253,12 @@ class _Tail:
         if any(isinstance(n, torch.SymInt) for n in like.shape):
             with torch.no_grad():
                 meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in leaves]
-                like = _OnDevice(self.program(*meta), tensors[0].device)
+                sizes = self.program(*meta)  # the dtype is the graph's: autocast does nothing here
+                like = _OnDevice(sizes.to(self.like.dtype), tensors[0].device)
         return DeferredTensor(
             compute,
             like,
             [(t, _version(t)) for t in tensors],
+            tensors,
             self.grad and any(t.requires_grad for t in tensors),
         )

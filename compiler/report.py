@@ -75,14 +75,10 @@ def where_of(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"^L\['[^']*'\](\[\d+\])?", "", path)
-    path = re.sub(
-        r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]",
-        lambda m: "." + next(filter(None, m.groups())),
-        path,
-    )
-    return path.replace("._modules", "").replace("._orig_mod", "").strip(".")
+    path = re.sub(r"^L\['[^']*'\](\[\d+\])?", "", str(list(stack.values())[-1][0]))
+    words = re.findall(r"[A-Za-z0-9_]+", path)
+    # How Dynamo reached the module (`self.__dict__['_modules']['model']`) is no part of its name.
+    return ".".join(w for w in words if w not in ("_modules", "__dict__", "_orig_mod"))
 
 
 def source_of(node: Node) -> str:

@@ -92,14 +92,18 @@ class Rewriter:
     def unsafe(self, root: Value, interior: Iterable[Value]) -> str | None:
         """Why replacing `root` by one operator would change a gradient or read overwritten memory."""
         for value in interior:
-            inputs = value.inputs()
-            lost = root.requires_grad and not value.requires_grad and any(v.requires_grad for v in inputs)
-            if lost and isinstance(value.fake, torch.Tensor) and value.fake.is_floating_point():
+            if root.requires_grad and value.cut:
                 return f"{value.op} is computed without gradients"
-            touched = [storage(v.fake) for v in (value, *inputs)]
-            if self.canonical.mutated.intersection(s for s in touched if s):
+            inputs = value.inputs()
+            while hidden := [v for v in inputs if not v.nodes and v.inputs()]:  # what autocast makes of something
+                inputs = [v for v in inputs if v not in hidden] + [i for v in hidden for i in v.inputs()]
+            if self.overwritten(v.fake for v in (value, *inputs)):
                 return f"an input or part of it ({value.op}) is modified in place"
         return None
+
+    def overwritten(self, fakes: Iterable[Any]) -> bool:
+        """Is one of these tensors, or a view of it, written to somewhere in the graph?"""
+        return any(storage(fake) in self.canonical.mutated for fake in fakes)
 
     # --- writing
 
@@ -107,8 +111,11 @@ class Rewriter:
         if self.max_rewrites is not None and self.rewrites >= self.max_rewrites:
             return f"option max_rewrites={self.max_rewrites} is used up"
         writer = _Writer(self, roots)
-        results = emit(writer)
-        reason = writer.misfit(results) or writer.settle(results)
+        try:
+            results = emit(writer)
+            reason = writer.misfit(results) or writer.settle(results)
+        except ValueError as error:  # an operator's own check
+            reason = str(error)
         if reason is not None:
             writer.undo()
             return reason
@@ -122,7 +129,8 @@ class Rewriter:
         return None
 
     def defer(self, output: Value, leaves: list[Value]) -> None:
-        nodes = [leaf.nodes[0] for leaf in leaves]
+        # Under any of their names: the path from the output may meet a copy or an equal computation first.
+        nodes = [node for node, value in self.canonical.of_node.items() if any(value is leaf for leaf in leaves)]
         for node in self.graph.output_node().all_input_nodes:
             if self.canonical.of_node.get(node) is output:
                 self.deferred.append((node, nodes, self.canonical.mode[node]))
@@ -186,7 +194,10 @@ class _Writer:
             return target(*fake_args, **fake_kwargs)
 
     def misfit(self, results: list[Node]) -> str | None:
-        """The last line of defence: the operator's result must look like what it replaces."""
+        """The last line of defence: the operator's result must look like what it replaces and read what it read."""
+        read = [n.meta.get("example_value") for e in self.emitted for n in e.all_input_nodes if n not in self.emitted]
+        if self.rewriter.overwritten([*read, *(root.fake for root in self.roots)]):
+            return "an input or the result is modified in place"
         for root, result in zip(self.roots, results, strict=True):
             fake = result.meta["example_value"]
             same = len(fake.shape) == len(root.shape) and all(
@@ -299,6 +310,8 @@ def rewrite_module(
 ) -> Rewriter:
     """Rewrite a Dynamo graph module in place, the bodies of its higher-order ops included."""
     rewriter = Rewriter(gm.graph, mode, decisions, max_rewrites)
+    if any(str(getattr(n.target, "__module__", "")).startswith("torch._functorch") for n in gm.graph.nodes):
+        return rewriter  # inside vmap, grad or jvp our operators would need rules of their own
     for name, body_mode in _bodies(rewriter):
         left = None if max_rewrites is None else max(0, max_rewrites - rewriter.rewrites)
         inner = rewrite_module(getattr(gm, name), fusions, body_mode, decisions, left)

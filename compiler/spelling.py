@@ -45,6 +45,11 @@ def size_key(n: Any) -> Any:
     return f"sym {n.node.expr}" if isinstance(n, torch.SymInt) else n
 
 
+def _kept(inner: Value, fake: Any) -> bool:
+    """May a result skip over `inner`? Not when `inner` was computed under no_grad and so stops a gradient."""
+    return not (inner.cut and isinstance(fake, torch.Tensor) and fake.requires_grad)
+
+
 def _is_number(a: Any) -> bool:
     return isinstance(a, Number) and not isinstance(a, bool)
 
@@ -101,7 +106,7 @@ def _mul(table, args, kwargs, fake):
     if a is b:
         return "pow", (a, 2)
     for x, s in ((a, b), (b, a)):
-        if s.op == "sigmoid" and s.args[0] is x:
+        if s.op == "sigmoid" and s.args[0] is x and _kept(s, fake):
             return "silu", (x,)
     return "mul", (a, b)
 
@@ -111,7 +116,7 @@ def _div(table, args, kwargs, fake):
     a, b = args
     if kwargs:
         return None
-    if isinstance(b, Value) and b.op == "sqrt":
+    if isinstance(b, Value) and b.op == "sqrt" and _kept(b, fake):
         inverse = table.make("rsqrt", b.args, b.fake)
         return ("rsqrt", b.args) if _is_number(a) and a == 1 else ("mul", (a, inverse))
     if _is_number(b) and b == 1 and fake.dtype == a.dtype:
@@ -129,7 +134,7 @@ def _reciprocal(table, args, kwargs, fake):
     return _div(table, (1, args[0]), kwargs, fake)
 
 
-@_rule("pow", "float_power")
+@_rule("pow")
 def _pow(table, args, kwargs, fake):
     x, exponent = args[0], args[1] if len(args) > 1 else kwargs["exponent"]
     if exponent == -0.5:
@@ -195,7 +200,7 @@ def _linear(table, args, kwargs, fake):
 @_rule("matmul", "mm", "bmm")
 def _matmul(table, args, kwargs, fake):
     x, w = args[0], args[1]
-    if len(w.shape) == 2 and w.op == "transpose":
+    if len(w.shape) == 2 and w.op == "transpose" and _kept(w, fake):
         return "linear", (x, w.args[0], None)
     return "matmul", (x, w)
 
@@ -203,26 +208,13 @@ def _matmul(table, args, kwargs, fake):
 @_rule("rms_norm")
 def _rms_norm(table, args, kwargs, fake):
     names = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
-    return "rms_norm", (
-        names["input"],
-        tuple(names["normalized_shape"]),
-        names.get("weight"),
-        names.get("eps"),
-    )
+    given = names["input"], tuple(names["normalized_shape"]), names.get("weight"), names.get("eps")
+    return "rms_norm", given
 
 
 @_rule("cross_entropy")
 def _cross_entropy(table, args, kwargs, fake):
-    order = (
-        "input",
-        "target",
-        "weight",
-        "size_average",
-        "ignore_index",
-        "reduce",
-        "reduction",
-        "label_smoothing",
-    )
+    order = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(order, args, strict=False)) | kwargs
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return None
@@ -316,6 +308,10 @@ def _chunk(table, args, kwargs, fake):
 @_rule("narrow")
 def _narrow_rule(table, args, kwargs, fake):
     _, dim, start, length = args
+    if not isinstance(start, int):
+        return None
+    if start < 0:  # counted from the end; a stop of zero would mean the beginning
+        start += args[0].shape[dim]
     return _narrow(args[0], _negative(dim, len(fake.shape)), start, start + length, 1)
 
 
@@ -391,7 +387,7 @@ def _narrow(x: Value, dim: int, start: Any, stop: Any, step: Any):
             return Aliased(x)
         if dim == -1 and step == 1 and 2 * (stop - start) == size and start in (0, size // 2):
             return "half", (x, 0 if start == 0 else 1)
-        if dim == -1 and step == 2 and size % 2 == 0 and start in (0, 1) and stop >= size - 1:
+        if dim == -1 and step == 2 and size % 2 == 0 and start in (0, 1) and stop >= size - 1 + start:
             return "every_other", (x, start)
     return "narrow", (x, dim, start, stop, step)
 

@@ -17,13 +17,15 @@ class Value:
 
     `op` is a canonical name ("mul", "convert", "half", ...), "input" or "opaque"; `args` are Values and constants.
     Dimensions are counted from the end. Equal computations share one Value. `nodes` are the FX nodes that compute
-    it, earliest first, and is empty for a cast that autocast makes without showing it.
+    it, earliest first, and is empty for a cast that autocast makes without showing it. `detached` values are computed
+    under no_grad: a view then says requires_grad=True and yet has no gradient.
     """
 
     op: str
     args: tuple[Any, ...]
     fake: Any
     nodes: list[Node] = field(default_factory=list)
+    detached: bool = False
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -35,7 +37,13 @@ class Value:
 
     @property
     def requires_grad(self) -> bool:
-        return isinstance(self.fake, torch.Tensor) and self.fake.requires_grad
+        return isinstance(self.fake, torch.Tensor) and self.fake.requires_grad and not self.detached
+
+    @property
+    def cut(self) -> bool:
+        """Computed under no_grad from something that has a gradient: the gradient ends here."""
+        floating = isinstance(self.fake, torch.Tensor) and self.fake.is_floating_point()
+        return floating and not self.requires_grad and any(v.requires_grad for v in self.inputs())
 
     def inputs(self) -> list[Value]:
         """The Values among the arguments, those inside lists included."""

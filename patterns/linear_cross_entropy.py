@@ -66,13 +66,17 @@ def _fuse(view: View, loss: Value) -> str | None:
 
 
 def _refuse_loss(loss: Value) -> str | None:
-    logits, target, weight, _ignore, reduction, _smoothing = loss.args
+    logits, target, weight, ignore_index, reduction, smoothing = loss.args
     if weight is not None:
         return "the loss has class weights"
     if reduction not in ("mean", "sum"):
         return f"reduction={reduction!r}: the gradient of every row would be needed on its own"
     if not isinstance(target, Value) or target.dtype is None or target.fake.is_floating_point():
         return "the targets are probabilities, not class indices"
+    if target.dtype != torch.int64:
+        return f"no kernel for targets of {target.dtype}"
+    if not isinstance(ignore_index, int) or not isinstance(smoothing, (int, float)):
+        return "ignore_index or label_smoothing is not known at compile time"
     if len(logits.shape) != 2 or len(target.shape) != 1:
         return f"logits have shape {logits.shape}; only (tokens, vocabulary) is supported"
     return None
@@ -92,7 +96,7 @@ def _walk(value: Value) -> _Chain | str:
                 return "the logits are capped and then scaled again"
             softcap, value = softcap_here, inner
             values += between
-        elif value.op in ("mul", "div") and isinstance(value.args[1], (int, float)):
+        elif value.op in ("mul", "div") and isinstance(value.args[1], (int, float)) and value.args[1] != 0:
             # Met after the softcap on the way up, so applied before it: the order the operator has.
             scale *= value.args[1] if value.op == "mul" else 1.0 / value.args[1]
             value = value.args[0]
@@ -101,6 +105,8 @@ def _walk(value: Value) -> _Chain | str:
                 return f"the logits are rounded to {value.dtype} before the loss"
             value = value.args[0]
         elif value.op == "reshape" and str(value.shape[-1]) == str(value.args[0].shape[-1]):
+            if rows:
+                return "rows are selected after a reshape, which the hidden states do not go through"
             value = value.args[0]
         elif value.op in ("narrow", "select") and value.args[1] < -1:
             if not all(isinstance(a, (int, type(None))) for a in value.args[2:]):
@@ -128,6 +134,8 @@ def _refuse_linear(chain: _Chain) -> str | None:
     x, w, bias = chain.linear.args
     if len(w.shape) != 2:
         return f"the head's weight has shape {w.shape}"
+    if bias is not None and bias.shape != w.shape[:1]:
+        return f"the head's bias has shape {bias.shape}"
     if w.dtype not in _FLOATS or x.dtype != w.dtype or (bias is not None and bias.dtype != w.dtype):
         return f"no kernel for hidden states of {x.dtype} with a head of {w.dtype}"
     if not isinstance(x.shape[-1], int) or not isinstance(w.shape[0], int):

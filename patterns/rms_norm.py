@@ -122,6 +122,9 @@ def fuse_torch_rms_norm(view: View) -> None:
         if w is not None and w.dtype != x.dtype:
             view.refused("rms_norm", value, f"weight {w.dtype} and activations {x.dtype} differ in F.rms_norm")
             continue
+        if not isinstance(eps, (int, float, type(None))):
+            view.refused("rms_norm", value, "eps is not known at compile time")
+            continue
         if eps is None:
             eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
         emit = _torch_norm(x, w, float(eps))
@@ -152,6 +155,8 @@ def fuse_gate(view: View) -> None:
         x, w, eps, offset, cast_before_weight = norm.args[0].args
         z = gate.args[0].args[0] if gate.args[0].op == "convert" else gate.args[0]
         if value.dtype != x.dtype or [str(n) for n in z.shape] != [str(n) for n in x.shape]:
+            continue
+        if view.unsafe(value, [value, product, norm, gate, *gate.inputs()]) is not None:
             continue
         arguments = (x, w, z, eps, offset, cast_before_weight, gate.op)
         view.replace("rms_norm", [value], _gated(arguments))

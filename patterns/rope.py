@@ -101,9 +101,26 @@ def refuse(match: Match) -> str | None:
         return "cos and sin have a gradient, which the kernel does not compute"
     if not isinstance(x.shape[-1], int):
         return "the number of channels is not known at compile time"
+    return _refuse_tables(match, x, tables)
+
+
+def _refuse_tables(match: Match, x: Value, tables: list[Value]) -> str | None:
+    shapes = " and ".join(str(t.shape) for t in tables)
     if any(_heads_dim(x, t) is None for t in tables):
-        shapes = " and ".join(str(t.shape) for t in tables)
         return f"cos/sin of shape {shapes} are not one row per position of x {x.shape}"
+    padded = [["1"] * (4 - len(t.shape)) + [str(n) for n in t.shape] for t in tables]
+    if any(p != padded[0] for p in padded):
+        return f"cos and sin differ in shape: {shapes}"
+    # An idiom with tables half as wide as x was traced with them.
+    width = x.shape[-1] // 2 if match.idiom.example is not _example else x.shape[-1]
+    if any(t.shape[-1] != width for t in tables):
+        return f"cos/sin of shape {shapes} do not have {width} channels"
+    if "freqs" in match.bound and not match["freqs"].fake.is_complex():
+        return "the factors are not complex"
+    if any(t.dtype in (torch.float64, torch.complex128) for t in tables) and x.dtype != torch.float64:
+        return "cos and sin are computed in float64, the operator in float32"
+    if not all(t.fake.is_complex() or t.fake.is_floating_point() for t in tables):
+        return "cos and sin are not floating point"
     return None
 
 
@@ -112,7 +129,7 @@ def _heads_dim(x: Value, table: Value) -> int | None:
     shape = [str(n) for n in table.shape]
     shape = ["1"] * (4 - len(shape)) + shape
     want = [str(n) for n in x.shape]
-    if len(shape) != 4 or shape[0] not in ("1", want[0]):
+    if len(table.shape) not in (2, 3, 4) or shape[0] not in ("1", want[0]):
         return None
     if shape[1] == "1" and shape[2] == want[2]:
         return 1
@@ -123,7 +140,8 @@ def replace(match: Match, emit: Emitter) -> Node:
     x, dtype = match["x"], match.root.dtype
     if "freqs" in match.bound:
         heads = _heads_dim(x, match["freqs"])
-        parts = emit.call(torch.view_as_real, _row_per_position(match["freqs"], heads, emit))
+        row = emit.call(torch.resolve_conj, _row_per_position(match["freqs"], heads, emit))
+        parts = emit.call(torch.view_as_real, row)
         cos, sin = (emit.call("select", parts, -1, i) for i in (0, 1))
     else:
         heads = _heads_dim(x, match["cos"])
@@ -172,6 +190,8 @@ def _look_through_transpose(value: Value) -> tuple[Value, bool]:
 def _leading_part(first: Value, rest: Value) -> Value | None:
     """x, when the two are x[..., :R] and x[..., R:]."""
     if first.op != rest.op or first.op not in ("half", "narrow") or first.args[0] is not rest.args[0]:
+        return None
+    if first.cut != rest.cut:
         return None
     x = first.args[0]
     if first.op == "half":

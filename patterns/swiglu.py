@@ -41,6 +41,8 @@ def refuse(match: Match) -> str | None:
         return "gate and up are the same value, so this is no gated MLP"
     if not _same(gate, up):
         return f"gate is {gate.dtype} {gate.shape} and up {up.dtype} {up.shape}: they must be alike"
+    if not gate.shape:
+        return "gate and up are scalars"
     if gate.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         return f"no kernel for {gate.dtype}"
     return None
@@ -60,7 +62,8 @@ def replace(match: Match, emit: Emitter) -> Node:
 
 def _packed(gate: Value, up: Value) -> bool:
     """Are they the two halves of one projection?"""
-    return gate.op == up.op == "half" and gate.args[0] is up.args[0] and gate.args[1] != up.args[1]
+    halves = gate.op == up.op == "half" and gate.args[0] is up.args[0] and gate.args[1] != up.args[1]
+    return halves and gate.cut == up.cut
 
 
 FUSION = Fusion(

@@ -168,10 +168,11 @@ def test_nan_and_inf_go_where_eager_sends_them(implementation, smoothing, value,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    T=st.integers(0, 9),
+    # Enough rows, or none, that the largest error is a property of the method and not of one number.
+    T=st.just(0) | st.integers(40, 60),
     D=st.integers(1, 20),
     V=st.integers(2, 70) | st.sampled_from([127, 513]),
-    rows=st.integers(1, 9),
+    rows=st.integers(1, 30),
     dtype=st.sampled_from(DTYPES),
     scale=st.sampled_from([0.05, 1.0, 3.0]),
     softcap=st.sampled_from([0.0, 5.0, 50.0]),

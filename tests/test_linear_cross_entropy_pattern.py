@@ -118,3 +118,17 @@ NEAR_MISSES = {
 def test_near_misses_are_refused(name):
     fn, reason = NEAR_MISSES[name]
     assert_refused(fn, head_inputs(), "linear_cross_entropy", reason)
+
+
+def test_rows_selected_after_a_reshape_are_refused():
+    def loss(h, w, t):
+        return F.cross_entropy(F.linear(h, w).view(-1, VOCABULARY)[:-1], t.view(-1)[1:])
+
+    assert_refused(loss, head_inputs(), "linear_cross_entropy", "after a reshape")
+
+
+def test_rows_counted_from_the_end_are_fused():
+    def loss(h, w, t):
+        return causal(F.linear(h, w).narrow(1, -4, 4).contiguous(), t[:, -4:])
+
+    assert_fused(loss, head_inputs(), "linear_cross_entropy")

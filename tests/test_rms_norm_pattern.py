@@ -141,3 +141,53 @@ def test_torch_norm_over_two_dimensions_is_refused():
         "rms_norm",
         "2 dimensions",
     )
+
+
+# --- memory that is written to, gradients that stop
+
+
+def written_clone(x, w):
+    h = x.clone()
+    h.mul_(2.0)
+    return SPELLINGS["llama"](h, w)
+
+
+def written_equal(x, w):
+    a, b = x * 2.0, x * 2.0
+    b.add_(1.0)
+    return SPELLINGS["llama"](b, w) + a
+
+
+def written_by_foreach(x, w):
+    h = x * 2.0
+    first = SPELLINGS["llama"](h.detach(), w)
+    torch._foreach_mul_([h], 3.0)
+    return first + SPELLINGS["llama"](h, w)
+
+
+@pytest.mark.parametrize("fn", [written_clone, written_equal, written_by_foreach])
+def test_a_copy_that_is_written_to_is_not_its_source(fn):
+    assert_refused(fn, pattern_inputs(3, 5, 8), "rms_norm", "in place")
+
+
+def test_a_residual_written_to_before_the_norm_stays_outside():
+    def block(r, w):
+        a = r.sin()
+        s = a + r
+        a.zero_()
+        return SPELLINGS["llama"](s, w)
+
+    x, w = pattern_inputs(3, 5, 8)
+    assert_fused(block, [x.detach(), w], "rms_norm")
+    assert "add_rms_norm" not in operators(block, [x.detach(), w])
+
+
+def test_a_gate_without_gradient_stays_outside():
+    def gated(x, w, z):
+        with torch.no_grad():
+            gate = F.silu(z)
+        return SPELLINGS["llama"](x, w) * gate + 0 * z
+
+    inputs = [*pattern_inputs(3, 5, 8), torch.randn(3, 5, 8).requires_grad_()]
+    assert_fused(gated, inputs, "rms_norm")
+    assert "gated_rms_norm" not in operators(gated, inputs)

@@ -138,3 +138,16 @@ def test_three_dimensional_x_is_refused():
     x, cos, sin = rotation_inputs()
     inputs = [x[:, 0].detach().requires_grad_(), cos[:, 0], sin[:, 0]]
     assert_refused(SPELLINGS["rotate half"], inputs, "rope", "shape")
+
+
+TABLES = {
+    "one channel": ((1, 1, 5, 1), (1, 1, 5, 8)),
+    "two batches": ((2, 1, 5, 8), (1, 1, 5, 8)),
+    "heads and positions": ((1, 1, 5, 8), (1, 5, 1, 8)),
+}
+
+
+@pytest.mark.parametrize("shapes", TABLES)
+def test_tables_of_two_shapes_are_refused(shapes):
+    x = rotation_inputs(heads=5)[0]
+    assert_refused(SPELLINGS["rotate half"], [x, *(torch.randn(s) for s in TABLES[shapes])], "rope", "shape")

@@ -113,9 +113,10 @@ def test_packed_is_as_accurate_as_eager(implementation, activation, gate_first, 
     judge(fused, idiom, [gate_up], [torch.randn(shape, device=device)])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    lead=st.lists(st.integers(0, 3), max_size=3),
+    # Enough rows, or none, that the largest error is a property of the method and not of one number.
+    lead=st.builds(lambda rows, rest: [rows, *rest], st.sampled_from([0, 60]), st.lists(st.integers(1, 3), max_size=2)),
     cols=st.integers(1, 40) | st.sampled_from([127, 129, 1025]),
     layout=st.sampled_from(LAYOUTS),
     dtype=st.sampled_from(DTYPES),

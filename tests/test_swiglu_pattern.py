@@ -80,3 +80,24 @@ NO_SITES = {
 @pytest.mark.parametrize("name", NO_SITES)
 def test_other_products_are_no_sites(name):
     assert_unseen(NO_SITES[name], gate_and_up(3, 5, 8), "swiglu")
+
+
+def test_halves_taken_without_gradient_are_not_one_projection():
+    def mlp(gate_up):
+        gate = gate_up[..., :4]
+        with torch.no_grad():
+            up = gate_up[..., 4:]
+        return F.silu(gate) * up
+
+    inputs = [torch.randn(3, 8).requires_grad_()]
+    assert_fused(mlp, inputs, "swiglu")
+    assert "swiglu_packed" not in operators(mlp, inputs)
+
+
+def test_a_sigmoid_without_gradient_is_no_silu():
+    def mlp(gate, up):
+        with torch.no_grad():
+            sigmoid = torch.sigmoid(gate)
+        return (gate * sigmoid) * up
+
+    assert_unseen(mlp, gate_and_up(3, 5, 8), "swiglu")

@@ -1,8 +1,9 @@
 """The compiler: from a Dynamo graph to a compiled one with our operators in it.
 
 Reading order: backend.py (the pipeline, start to end), canonicalize.py and spelling.py (one spelling per op),
-match.py (an idiom against a graph), rewrite.py (sites, checks, replacement), deferred.py (logits that compute
-themselves when read), partition.py (what is saved), report.py (what was decided), options.py, fusions.py, errors.py.
+match.py (an idiom against a graph), rewrite.py (sites, checks, replacement), layout.py (views that other strides would
+break), deferred.py (logits that compute themselves when read), partition.py (what is saved), report.py (what was
+decided), options.py, fusions.py, errors.py.
 """
 
 from .backend import explain, fused

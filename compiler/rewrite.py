@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..patterns._fusion import Emitter, Fusion, Match, Value
 from .canonicalize import Canonical, Mode, canonicalize, storage
+from .layout import a_view_would_fail, same_strides
 from .match import Near, unify
 from .report import Decision, source_of, where_of
 
@@ -208,6 +209,10 @@ class _Writer:
                 return f"the operator gives {ours} where the model has {theirs}"
             if fake.requires_grad != root.requires_grad:
                 return "the operator's result would differ in whether it has a gradient"
+        pairs = [(root, result.meta["example_value"]) for root, result in zip(self.roots, results, strict=True)]
+        changed = {node: fake for root, fake in pairs if not same_strides(fake, root.fake) for node in root.nodes}
+        if changed and a_view_would_fail(changed):
+            return "a later view relies on the memory layout of the result"
         return None
 
     def settle(self, results: list[Node]) -> str | None:

@@ -1,59 +1,16 @@
-"""The pipeline around the fusions: modes, shapes, graph breaks, options, fallbacks, deferred logits."""
+"""The pipeline around the fusions: modes, shapes, graph breaks, graphs with nothing to match."""
 
-import logging
-import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from _block import OPTIONS, Block, assert_same_gradients, compiled, data, gradients
 from _models import batch, draws, tiny
-from fused_backend.compiler import InternalError, RefusedError, explain, fused
-from fused_backend.compiler import backend as backend_module
-from fused_backend.compiler.options import Options, parse_bytes
-from test_models import OPTIONS, assert_step_as_accurate, step
+from fused_backend.compiler import explain, fused
+from test_models import assert_step_as_accurate, step
 from torch import nn
-
-
-def compiled(model, **options):
-    return torch.compile(model, backend="fused", options=OPTIONS | options)
-
-
-class Block(nn.Module):
-    """An RMSNorm, a gated MLP and a loss, written by hand."""
-
-    def __init__(self, d=32, f=64, v=50):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(d))
-        self.gate, self.up, self.down = nn.Linear(d, f), nn.Linear(d, f), nn.Linear(f, d)
-        self.head = nn.Linear(d, v, bias=False)
-
-    def body(self, x):
-        h = x.float()
-        h = self.w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-    def forward(self, x, target):
-        return F.cross_entropy(self.head(self.body(x)).view(-1, 50), target.view(-1))
-
-
-def data(rows=2, length=8):
-    return torch.randn(rows, length, 32), torch.randint(0, 50, (rows, length))
-
-
-def gradients(model, call, *args):
-    model.zero_grad(set_to_none=True)
-    call(*args).backward()
-    return [p.grad for p in model.parameters()]
-
-
-def assert_same_gradients(model, call, *args):
-    want = gradients(model, model, *args)
-    got = gradients(model, call, *args)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
 
 # --- modes
 
@@ -270,90 +227,6 @@ def test_label_out_of_range_fails_as_in_eager():
         compiled(model)(x, t)
 
 
-# --- options, logging, errors
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"memory": 1}, "unknown option 'memory'.*memory_budget"),
-        ({"fusions": "rms_norn"}, "unknown fusion 'rms_norn'.*did you mean 'rms_norm'"),
-        ({"lowering": "inducto"}, "unknown lowering.*inductor"),
-        ({"strict": 1}, "strict must be True or False"),
-        ({"max_rewrites": -1}, "max_rewrites must be an integer"),
-        ({"memory_budget": "20 gigs"}, "memory_budget must be"),
-        ({"memory_budget": "20GiB"}, "not implemented yet"),
-    ],
-)
-def test_bad_options_are_named(options, message):
-    with pytest.raises(Exception, match=message) as caught:
-        torch.compile(nn.Linear(2, 2), backend="fused", options=options)(torch.randn(1, 2))
-    assert isinstance(caught.value, ValueError) or isinstance(
-        getattr(caught.value, "inner_exception", None), ValueError
-    )
-
-
-def test_budget_strings():
-    assert parse_bytes("20GiB") == 20 * 2**30 and parse_bytes(5) == 5 and parse_bytes("1.5 MB") == 1_500_000
-    assert parse_bytes("auto") is None
-    for bad in ("", "GiB", "-1GiB", "0", 0, True, 1.5, "20 XB"):
-        with pytest.raises(ValueError, match="memory_budget must be"):
-            parse_bytes(bad)
-
-
-def test_fusions_option_selects():
-    names = ["rms_norm", "rope", "swiglu"]
-    assert Options(fusions="all").enabled(names) == names
-    assert Options(fusions="none").enabled(names) == []
-    assert Options(fusions="rms_norm,rope").enabled(names) == ["rms_norm", "rope"]
-    assert Options(fusions="-rope").enabled(names) == ["rms_norm", "swiglu"]
-
-
-def test_max_rewrites_bisects(caplog):
-    x, t = data()
-    for limit in range(4):
-        torch._dynamo.reset()
-        caplog.clear()
-        with caplog.at_level(logging.INFO, logger="fused_backend"):
-            compiled(Block(), max_rewrites=limit)(x, t)
-        assert sum(int(p.split("/")[0].split()[-1]) for p in caplog.messages[0].split(",")) == limit
-
-
-def test_one_info_line_per_graph_and_nothing_on_stdout(caplog, capsys):
-    with caplog.at_level(logging.INFO, logger="fused_backend"):
-        compiled(Block())(*data())
-    assert [r.message for r in caplog.records if r.name == "fused_backend"] == [
-        "fused linear_cross_entropy 1/1, rms_norm 1/1, swiglu 1/1"
-    ]
-    assert capsys.readouterr().out == ""
-
-
-def test_strict_raises_a_refusal():
-    class Odd(Block):
-        def body(self, x):
-            gate = self.gate(x)
-            return x + self.down(F.silu(gate) * gate)
-
-    with pytest.raises(Exception, match="strict=True: swiglu refused") as caught:
-        compiled(Odd(), strict=True)(*data())
-    assert isinstance(caught.value, RefusedError) or isinstance(caught.value.inner_exception, RefusedError)
-
-
-def test_internal_error_compiles_the_graph_unrewritten(monkeypatch, caplog):
-    def broken(*args, **kwargs):
-        raise KeyError("planted")
-
-    monkeypatch.setattr(backend_module, "rewrite_module", broken)
-    model = Block()
-    with caplog.at_level(logging.WARNING, logger="fused_backend"):
-        assert_same_gradients(model, compiled(model), *data())
-    assert len([r for r in caplog.records if r.name == "fused_backend"]) == 1 and "please report" in caplog.text
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="planted") as caught:
-        compiled(model, strict=True)(*data())
-    assert isinstance(caught.value, InternalError) or isinstance(caught.value.inner_exception, InternalError)
-
-
 def test_works_without_triton():
     """The torch implementation alone, in a process where Triton cannot be imported."""
     code = (
@@ -367,54 +240,6 @@ def test_works_without_triton():
         "f(g, u).sum().backward(); assert g.grad is not None\n"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd="/")
-
-
-# --- deferred logits
-
-
-def llama_output(**options):
-    model = tiny("llama")
-    inputs = batch()
-    return model, inputs, model(**inputs), compiled(model, **options)(**inputs)
-
-
-def test_logits_stay_deferred_until_read():
-    _, _, want, got = llama_output()
-    logits = got.logits
-    assert type(logits).__name__ == "DeferredTensor"
-    assert logits.shape == want.logits.shape and logits.dtype == want.logits.dtype and logits.requires_grad
-    assert logits.float()._value is None and logits[:, :-1]._value is None and logits.detach()._value is None
-    got.loss.backward()
-    assert logits._value is None
-    assert torch.equal(logits.argmax(-1), want.logits.argmax(-1))
-    torch.testing.assert_close(logits.detach().float()[:, -1], want.logits.detach()[:, -1])
-    assert logits[:, :-1].shape == want.logits[:, :-1].shape
-
-
-def test_a_loss_on_the_logits_has_its_gradient():
-    model, _, want, got = llama_output()
-    for out in (want, got):
-        model.zero_grad(set_to_none=True)
-        (out.loss + out.logits.sin().mean()).backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-        if out is want:
-            expected = grads
-    for name, grad in expected.items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-5, msg=name)
-
-
-def test_logits_read_after_the_weights_changed_raise():
-    model, _, _, got = llama_output()
-    with torch.no_grad():
-        model.lm_head.weight.add_(1.0)
-    with pytest.raises(RuntimeError, match=r"before optimizer\.step"):
-        got.logits.sum()
-
-
-def test_logits_can_be_pickled_and_printed():
-    _, _, want, got = llama_output()
-    assert repr(got.logits).startswith("tensor(")
-    torch.testing.assert_close(pickle.loads(pickle.dumps(got.logits.detach())), want.logits.detach())
 
 
 def test_retain_graph_gives_the_same_gradients_twice():
@@ -431,21 +256,3 @@ def test_model_compile_keeps_state_dict_keys():
     model.compile(backend="fused", options=OPTIONS)
     step(model, inputs)
     assert list(model.state_dict()) == keys
-
-
-def test_explain_looks_through_a_compiled_model_and_leaves_it_compiled():
-    model, inputs = tiny("llama"), batch()
-    calls = []
-
-    def counting(gm, example_inputs):
-        calls.append(1)
-        return fused(gm, example_inputs, options=OPTIONS)
-
-    model.compile(backend=counting)
-    step(model, inputs)
-    before = torch.get_rng_state()
-    for _ in range(10):
-        assert explain(model, **inputs).counts()["rms_norm"] == (5, 0)
-    assert torch.equal(torch.get_rng_state(), before)
-    step(model, inputs)
-    assert len(calls) == 1

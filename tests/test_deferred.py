@@ -1,10 +1,13 @@
 """Deferred logits: the gradient and the values of eager, however and in whatever mode they are read."""
 
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from test_backend import Block, compiled, data, gradients
+from _block import Block, compiled, data, gradients
+from _models import batch, tiny
 
 
 class Returned(Block):
@@ -66,3 +69,48 @@ def test_deferred_logits_of_a_forward_without_gradient_have_none():
         logits = compiled(model)(x, t)[1]
     assert not (logits * 1).requires_grad
     torch.testing.assert_close(logits.numpy(), model(x, t)[1].detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def llama_output(**options):
+    model = tiny("llama")
+    inputs = batch()
+    return model, inputs, model(**inputs), compiled(model, **options)(**inputs)
+
+
+def test_logits_stay_deferred_until_read():
+    _, _, want, got = llama_output()
+    logits = got.logits
+    assert type(logits).__name__ == "DeferredTensor"
+    assert logits.shape == want.logits.shape and logits.dtype == want.logits.dtype and logits.requires_grad
+    assert logits.float()._value is None and logits[:, :-1]._value is None and logits.detach()._value is None
+    got.loss.backward()
+    assert logits._value is None
+    assert torch.equal(logits.argmax(-1), want.logits.argmax(-1))
+    torch.testing.assert_close(logits.detach().float()[:, -1], want.logits.detach()[:, -1])
+    assert logits[:, :-1].shape == want.logits[:, :-1].shape
+
+
+def test_a_loss_on_the_logits_has_its_gradient():
+    model, _, want, got = llama_output()
+    for out in (want, got):
+        model.zero_grad(set_to_none=True)
+        (out.loss + out.logits.sin().mean()).backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        if out is want:
+            expected = grads
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_logits_read_after_the_weights_changed_raise():
+    model, _, _, got = llama_output()
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"before optimizer\.step"):
+        got.logits.sum()
+
+
+def test_logits_can_be_pickled_and_printed():
+    _, _, want, got = llama_output()
+    assert repr(got.logits).startswith("tensor(")
+    torch.testing.assert_close(pickle.loads(pickle.dumps(got.logits.detach())), want.logits.detach())

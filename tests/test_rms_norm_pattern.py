@@ -191,3 +191,23 @@ def test_a_gate_without_gradient_stays_outside():
     inputs = [*pattern_inputs(3, 5, 8), torch.randn(3, 5, 8).requires_grad_()]
     assert_fused(gated, inputs, "rms_norm")
     assert "gated_rms_norm" not in operators(gated, inputs)
+
+
+def test_a_later_view_of_eager_strides_is_not_broken():
+    """(B, H, S, K) normalised as it lies: eager's result can be viewed as (B, S, H * K), a contiguous one cannot."""
+
+    def heads(x, w):
+        y = SPELLINGS["llama"](x.transpose(1, 2).sin(), w)
+        return y.transpose(1, 2).view(2, 6, 32)
+
+    x, w = torch.randn(2, 6, 4, 8).requires_grad_(), torch.randn(8).requires_grad_()
+    assert_refused(heads, [x, w], "rms_norm", "memory layout")
+
+
+def test_other_strides_without_a_later_view_are_fused():
+    def heads(x, w):
+        y = SPELLINGS["llama"](x.transpose(1, 2).sin(), w)
+        return y.transpose(1, 2).reshape(2, 6, 32) * 2
+
+    x, w = torch.randn(2, 6, 4, 8).requires_grad_(), torch.randn(8).requires_grad_()
+    assert_fused(heads, [x, w], "rms_norm")

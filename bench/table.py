@@ -20,7 +20,10 @@ SHOWN = {
     "rope": ("B2 S4096 H32/8 K128 R128 bf16", "B2 S4096 H32/8 K128 R128 bf16 interleaved"),
     "swiglu": ("8192x14336 bf16 silu", "8192x14336 bf16 silu packed"),
 }
-HEADS = ("llama3_8b, frozen head", "llama3_8b, trained head")
+HEADS = (
+    "llama3_8b, frozen head", "llama3_8b, trained head", "llama3_8b, 60 % ignored, frozen head",
+    "gemma2_2b, frozen head",
+)  # fmt: skip
 
 
 def load(name: str) -> dict[str, Any]:
@@ -72,7 +75,8 @@ def steps() -> list[str]:
     names = {"full": "all weights trained", "lora": "LoRA r=16 on all linear layers"}
     for train in dict.fromkeys(r["train"] for r in rows):
         found = {r["stack"]: r for r in rows if r["train"] == train}
-        cells = [f"{found[s]['ms']:.1f} ms, {found[s]['peak_GiB']:.1f} GiB" for s in ("eager", "inductor", "fused")]
+        stacks = [found.get(name) for name in ("eager", "inductor", "fused")]
+        cells = [f"{r['ms']:.1f} ms, {r['peak_GiB']:.1f} GiB" if r else "not measured" for r in stacks]
         lines.append(f"| {names[train]} | {' | '.join(cells)} |")
     return lines
 

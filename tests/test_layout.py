@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import pathlib
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 
@@ -146,3 +147,9 @@ def test_no_path_of_one_machine(kind):
             continue  # a picture
         found += [f"{path}:{i}: {line.strip()}" for i, line in enumerate(lines, 1) if path_of_a_machine.search(line)]
     assert not found
+
+
+def test_the_readme_holds_the_measured_table():
+    """`python bench/table.py --write` was run after the last measurement."""
+    table = runpy.run_path(str(ROOT / "bench" / "table.py"))["table"]()
+    assert table in (ROOT / "README.md").read_text()

@@ -161,12 +161,10 @@ def test_nan_and_inf_go_where_eager_sends_them(implementation, smoothing, value,
         torch.testing.assert_close(ours, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
-@settings(
-    max_examples=20,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+FIXTURE = HealthCheck.function_scoped_fixture
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[FIXTURE])
 @given(
     # Enough rows, or none, that the largest error is a property of the method and not of one number.
     T=st.just(0) | st.integers(40, 60),

@@ -112,7 +112,7 @@ def rms_norm_bwd_kernel(
             # The value that w multiplied in the forward was rounded.
             weighted = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
         if FORM == "silu" or FORM == "sigmoid":
-            sigmoid, rest = tl.sigmoid(other), tl.sigmoid(-other)
+            sigmoid, rest = tl.sigmoid(other), tl.sigmoid(-other)  # pyright: ignore
             if FORM == "silu":
                 act, d_act = _silu(other, sigmoid), _d_silu(other, sigmoid, rest)
             else:

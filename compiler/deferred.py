@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
@@ -90,24 +91,29 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _SHAPE_GETTERS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        me = args[0] if args and isinstance(args[0], DeferredTensor) else None
-        if me is not None and me._value is None:
-            if func == _GET_REQUIRES_GRAD.__get__:  # `is` fails: every access makes a new object
-                return me._needs_grad
-            derived = _derive(me, func, args, kwargs)
-            if derived is not None:
-                return derived
-        args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        return _intercept(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (tuple(args), kwargs or {}))
         return func(*args, **kwargs)
+
+
+@torch._dynamo.disable(reason="a deferred tensor is read between graphs, not inside one")
+def _intercept(func: Any, args: Any, kwargs: Any) -> Any:
+    """Shapes are known, casts and slices stay deferred, anything else reads the values."""
+    if func in _SHAPE_GETTERS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    me = args[0] if args and isinstance(args[0], DeferredTensor) else None
+    if me is not None and me._value is None:
+        if func == _GET_REQUIRES_GRAD.__get__:  # `is` fails: every access makes a new object
+            return me._needs_grad
+        derived = _derive(me, func, args, kwargs)
+        if derived is not None:
+            return derived
+    args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialize, (tuple(args), kwargs))
+    return func(*args, **kwargs)
 
 
 class _Attached(torch.autograd.Function):

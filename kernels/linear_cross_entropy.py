@@ -239,6 +239,9 @@ def _compute(step: Any, x: Tensor, w: Tensor, bias: Tensor | None, target: Tenso
     rows = _valid_rows(target, loss.ignore_index, T * V * D)
     count = T if rows is None else rows.shape[0]
     chunk = max(1, _chunk_rows(count, V, D, x.element_size(), need_dw))
+    if x.device.type == "cpu" and not need_dw:
+        # The step in torch holds several copies of its chunk, and a CPU loses nothing with smaller products.
+        chunk = min(chunk, max(64, 2**24 // (V * x.element_size())))
 
     losses = x.new_empty(count, dtype=wide)
     dx = _room(x, need_dx)

@@ -114,3 +114,19 @@ def test_logits_can_be_pickled_and_printed():
     _, _, want, got = llama_output()
     assert repr(got.logits).startswith("tensor(")
     torch.testing.assert_close(pickle.loads(pickle.dumps(got.logits.detach())), want.logits.detach())
+
+
+CONSUMERS = {
+    "in a dict, cast and sliced": (lambda d: d["logits"].float()[:, 1:].sin(), lambda logits: {"logits": logits}),
+    "in a tuple": (lambda pair: pair[0][..., :-1, :].logsumexp(-1), lambda logits: (logits, 1)),
+    "itself": (lambda logits: logits.to(torch.float64)[:, -1].exp(), lambda logits: logits),
+}
+
+
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_another_compiled_function_reads_the_logits(name):
+    function, wrap = CONSUMERS[name]
+    _, _, want, got = llama_output()
+    result = torch.compile(function, backend="aot_eager")(wrap(got.logits))
+    torch.testing.assert_close(result, function(wrap(want.logits)), rtol=1e-4, atol=1e-5)
+    assert result.requires_grad

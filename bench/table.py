@@ -83,7 +83,11 @@ def steps() -> list[str]:
 
 def table() -> str:
     machine = load("model")["machine"]
-    where = f"One {machine['device']}, torch {machine['torch']}, triton {machine['triton']}"
+    commits = {load(path.stem)["machine"]["commit"] for path in RESULTS.glob("*.json")}
+    where = (
+        f"One {machine['device']}, torch {machine['torch']}, triton {machine['triton']}, commits "
+        f'{", ".join(sorted(commits))} ("not measured": the run was stopped at its time limit)'
+    )
     text = [
         f"{where}; repeat with `python bench/on_gpu.py`, all rows in [bench/results](bench/results).",
         "", *steps(), "", *heads(), "", *memory_bound(),

@@ -111,8 +111,8 @@ def _unrewritten(
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """What the backend does to `model` on these arguments: every site, fused or refused and why.
 
-    Runs the model's forward once, rewritten but not compiled; parameters, gradients, the random state and what is
-    compiled already are left as they were. A model that `model.compile()` was called on is looked through.
+    Runs the model's forward once, rewritten but not compiled; parameters, gradients, buffers, the random state and
+    what is compiled already are left as they were. A model that `model.compile()` was called on is looked through.
     """
     report = Report()
 
@@ -122,19 +122,26 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         report.graph_count += 1
         return finish(gm.forward)
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # Dynamo keeps what it compiles with the code object, up to a limit: a code object of our own, not the model's.
+    run.__code__ = run.__code__.replace()
     own = model if isinstance(model, torch.nn.Module) else None
     compiled_in_place = getattr(own, "_compiled_call_impl", None)
+    buffers = [(b, b.detach().clone()) for b in own.buffers()] if own is not None else []
     before = sum(counters["graph_break"].values())
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    # Every call is one more compilation of the same code; Dynamo would stop after eight.
-    no_limit = torch._dynamo.config.patch(recompile_limit=2**30, accumulated_recompile_limit=2**30)
     try:
         if own is not None:
             own._compiled_call_impl = None
-        with torch.random.fork_rng(devices=devices), no_limit:
-            torch.compile(model, backend=collect)(*args, **kwargs)
+        with torch.random.fork_rng(devices=devices):
+            torch.compile(run, backend=collect)(*args, **kwargs)
     finally:
         if own is not None:
             own._compiled_call_impl = compiled_in_place
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
     report.graph_breaks = sum(counters["graph_break"].values()) - before
     return report

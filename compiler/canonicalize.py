@@ -141,7 +141,6 @@ class Canonical:
     table: ValueTable = field(default_factory=ValueTable)
     of_node: dict[Node, Value] = field(default_factory=dict)
     mode: dict[Node, Mode] = field(default_factory=dict)
-    order: dict[Node, int] = field(default_factory=dict)
     mutated: set[int] = field(default_factory=set)
 
     @property
@@ -167,8 +166,7 @@ def canonicalize(graph: Graph, mode: Mode) -> Canonical:
     canonical = Canonical(graph, ValueTable(mutated), mutated=mutated)
     switches_grad = any(getattr(n.target, "__name__", "") == "_set_grad_enabled" for n in graph.nodes)
     entered: dict[Node, Mode] = {}
-    for position, node in enumerate(graph.nodes):
-        canonical.order[node] = position
+    for node in graph.nodes:
         canonical.mode[node] = mode
         if node.op in ("placeholder", "get_attr"):
             canonical.of_node[node] = _leaf(canonical.table, node)

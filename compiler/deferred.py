@@ -36,13 +36,15 @@ class DeferredTensor(torch.Tensor):
     """A tensor whose values are computed on first use. Casts, slices and detach of it stay deferred.
 
     Raises: RuntimeError when it is read after a weight it depends on was changed (by an optimizer step, say): its
-    values would no longer be those of the forward pass it came from.
+    values would no longer be those of the forward pass it came from. Writes through `.data`, which autograd does not
+    see either, are not noticed.
     """
 
     _compute: Callable[[], torch.Tensor]
     _depends: list[tuple[torch.Tensor, int]]
     _leaves: list[torch.Tensor]
     _value: torch.Tensor | None
+    _computed_version: int
     _needs_grad: bool
 
     @staticmethod
@@ -78,7 +80,13 @@ class DeferredTensor(torch.Tensor):
         keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with torch.inference_mode(False), torch.set_grad_enabled(self._needs_grad), keep:
             self._value = self._compute()
+        self._computed_version = _version(self._value)
         return self._value
+
+    def original(self) -> torch.Tensor:
+        """The values as computed, also after somebody wrote to the tensor."""
+        value = self.materialize()
+        return value if _version(value) == self._computed_version else self._compute()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.materialize())
@@ -150,8 +158,10 @@ def _derive(me: DeferredTensor, func: Any, args: Any, kwargs: Any) -> DeferredTe
     if is_cast and like.dtype == me.dtype and not kwargs.get("copy"):
         return me
     grad = me._needs_grad and func is not torch.Tensor.detach and torch.is_grad_enabled()
+    # A slice sees what is written to its source later; a cast is a copy of the values as they were.
+    source = me.original if is_cast else me.materialize
     return DeferredTensor(
-        lambda: func(me.materialize(), *args[1:], **kwargs),
+        lambda: func(source(), *args[1:], **kwargs),
         _OnDevice(like, me.device),
         [],
         me._leaves,
@@ -179,15 +189,15 @@ def defer_outputs(gm: GraphModule, rewriter: Rewriter) -> Callable[[Callable[...
         return lambda compiled: compiled
     output = gm.graph.output_node()
     outs = list(output.args[0])  # type: ignore[arg-type]
-    wanted = {node: (leaves, mode) for node, leaves, mode in rewriter.deferred}
+    wanted = {node: (leaves, modes) for node, leaves, modes in rewriter.deferred}
     inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     tails: list[tuple[int, _Tail]] = []
     extra: list[Node] = []
     for slot, node in enumerate(outs):
         if not isinstance(node, Node) or node not in wanted:
             continue
-        leaves, mode = wanted[node]
-        tail = _Tail(gm, node, leaves, mode)
+        leaves, modes = wanted[node]
+        tail = _Tail(gm, node, leaves, modes)
         for leaf in tail.leaves:
             if leaf in inputs:
                 tail.sources.append((True, inputs[leaf]))
@@ -218,11 +228,26 @@ def defer_outputs(gm: GraphModule, rewriter: Rewriter) -> Callable[[Callable[...
     return finish
 
 
+class _UnderTheirModes(torch.fx.Interpreter):
+    """Runs every node under the autocast state it had in the model: the head's may differ from a later cast's."""
+
+    def __init__(self, program: GraphModule, modes: dict[str, Mode]):
+        super().__init__(program)
+        self.modes = modes
+
+    def run_node(self, n: Node) -> Any:
+        with contextlib.ExitStack() as stack:
+            for device, dtype in self.modes[n.name].autocast if n.name in self.modes else ():
+                if dtype is not None or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+            return super().run_node(n)
+
+
 class _Tail:
     """The part of the model from the leaves (hidden states, weight) to a deferred output, as a program of its own."""
 
-    def __init__(self, gm: GraphModule, output: Node, leaves: Sequence[Node], mode: Mode):
-        self.mode = mode
+    def __init__(self, gm: GraphModule, output: Node, leaves: Sequence[Node], modes: dict[Node, Mode]):
+        self.modes: dict[str, Mode] = {}
         self.like = output.meta["example_value"]
         self.grad = bool(self.like.requires_grad)
         self.leaves: list[Node] = []
@@ -238,6 +263,7 @@ class _Tail:
                     for source in node.all_input_nodes:
                         copy(source)
                     copied[node] = graph.node_copy(node, lambda n: copied[n])
+                    self.modes[copied[node].name] = modes[node]
             return copied[node]
 
         # Placeholders must come first in the new graph, so walk it once to find them.
@@ -248,11 +274,7 @@ class _Tail:
 
     def __call__(self, leaves: list[Any]) -> DeferredTensor:
         def compute() -> torch.Tensor:
-            with contextlib.ExitStack() as stack:
-                for device, dtype in self.mode.autocast:
-                    if dtype is not None or torch.is_autocast_enabled(device):
-                        stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
-                return self.program(*leaves)
+            return _UnderTheirModes(self.program, self.modes).run(*leaves)
 
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         like = self.like

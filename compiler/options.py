@@ -65,12 +65,12 @@ class Options:
         if not isinstance(self.fusions, str):
             raise ValueError(f"backend 'fused': option fusions must be a string, got {self.fusions!r}")
         words = [w.strip() for w in self.fusions.split(",") if w.strip()]
-        if words == ["none"]:
-            return []
+        if words in (["none"], ["all"]):
+            return known if words == ["all"] else []
         for word in words:
-            if word != "all" and word.removeprefix("-") not in known:
-                raise unknown("fusion", word.removeprefix("-"), known)
-        wanted = {w for w in words if not w.startswith("-")} - {"all"}
+            if word.removeprefix("-") not in known:
+                raise unknown("fusion", word.removeprefix("-"), [*known, "all or none (alone)"])
+        wanted = {w for w in words if not w.startswith("-")}
         unwanted = {w.removeprefix("-") for w in words if w.startswith("-")}
         return [name for name in known if name not in unwanted and (name in wanted or not wanted)]
 

@@ -40,7 +40,7 @@ class Rewriter:
         self.mode = mode
         self.decisions = decisions
         self.max_rewrites = max_rewrites
-        self.deferred: list[tuple[Node, list[Node], Mode]] = []
+        self.deferred: list[tuple[Node, list[Node], dict[Node, Mode]]] = []
         self.rewrites = 0
         self._canonical: Canonical | None = None
 
@@ -134,7 +134,7 @@ class Rewriter:
         nodes = [node for node, value in self.canonical.of_node.items() if any(value is leaf for leaf in leaves)]
         for node in self.graph.output_node().all_input_nodes:
             if self.canonical.of_node.get(node) is output:
-                self.deferred.append((node, nodes, self.canonical.mode[node]))
+                self.deferred.append((node, nodes, self.canonical.mode))
 
     def refresh(self) -> None:
         """Erase what nothing reads any more and read the graph anew.

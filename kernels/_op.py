@@ -81,8 +81,8 @@ def refuse_double_backward(op: torch._ops.OpOverload) -> None:
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            f"{name} has no second derivative. Run the model without backend='fused', or switch this fusion off "
-            f"with options={{'fusions': '-<name>'}}, when gradients of gradients are needed"
+            f"{name} has no second derivative. Where gradients of gradients are needed, compile with "
+            f"options={{'fusions': 'none'}} or without backend='fused'"
         )
 
     define_backward(op, setup_context=setup_context, backward=backward)

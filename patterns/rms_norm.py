@@ -7,7 +7,6 @@ Gemma and OLMo-2 after.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
@@ -51,10 +50,6 @@ def weightless_rms_norm(x: Tensor, eps: float) -> Tensor:
 
 def weightless_t5_rms_norm(x: Tensor, eps: float) -> Tensor:
     return (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def torch_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, (8,), w, eps)
 
 
 def _example() -> dict[str, Tensor]:

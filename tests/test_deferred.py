@@ -130,3 +130,28 @@ def test_another_compiled_function_reads_the_logits(name):
     result = torch.compile(function, backend="aot_eager")(wrap(got.logits))
     torch.testing.assert_close(result, function(wrap(want.logits)), rtol=1e-4, atol=1e-5)
     assert result.requires_grad
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_head_keeps_its_own_autocast(weight_dtype):
+    """The head runs inside an autocast region, the cast that the graph returns outside it."""
+
+    def model(h, w, target):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = F.linear(h, w)
+        logits = logits.float()
+        return F.cross_entropy(logits, target), logits
+
+    h = torch.randn(6, 8, dtype=weight_dtype).requires_grad_()
+    args = (h, torch.randn(10, 8).requires_grad_(), torch.randint(0, 10, (6,)))
+    _, logits = compiled(model)(*args)
+    torch.testing.assert_close(logits.detach() + 0, model(*args)[1], rtol=0, atol=0)
+
+
+def test_a_deferred_cast_is_a_copy_and_a_slice_is_not():
+    _, _, want, got = llama_output()
+    wide, part = got.logits.double(), got.logits[:, :1]
+    with torch.no_grad():
+        got.logits.mul_(2.0)
+    torch.testing.assert_close(wide.float(), want.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(part + 0, want.logits[:, :1] * 2.0, rtol=1e-4, atol=1e-5)

@@ -55,3 +55,25 @@ def test_explain_looks_through_a_compiled_model_and_leaves_it_compiled():
     assert torch.equal(torch.get_rng_state(), before)
     step(model, inputs)
     assert len(calls) == 1
+
+
+def test_explaining_often_leaves_room_to_compile():
+    model, calls = Block(), []
+
+    def counting(gm, example_inputs):
+        calls.append(1)
+        return fused(gm, example_inputs, options=OPTIONS)
+
+    model.compile(backend=counting)
+    for length in range(2, 12):
+        explain(model, *data(2, length))
+    model(*data(2, 5))
+    model(*data(2, 6))
+    assert len(calls) == 2
+
+
+def test_buffers_are_left_as_they_were():
+    model = torch.nn.BatchNorm1d(4)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    explain(model, torch.randn(8, 4))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

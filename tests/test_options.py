@@ -17,6 +17,7 @@ from torch import nn
     [
         ({"memory": 1}, "unknown option 'memory'.*memory_budget"),
         ({"fusions": "rms_norn"}, "unknown fusion 'rms_norn'.*did you mean 'rms_norm'"),
+        ({"fusions": "all,rope"}, "unknown fusion 'all'.*alone"),
         ({"lowering": "inducto"}, "unknown lowering.*inductor"),
         ({"strict": 1}, "strict must be True or False"),
         ({"max_rewrites": -1}, "max_rewrites must be an integer"),

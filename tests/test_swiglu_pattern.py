@@ -101,3 +101,13 @@ def test_a_sigmoid_without_gradient_is_no_silu():
         return (gate * sigmoid) * up
 
     assert_unseen(mlp, gate_and_up(3, 5, 8), "swiglu")
+
+
+def test_a_result_viewed_after_a_graph_break_keeps_its_strides():
+    def model(g, u):
+        y = F.silu(g) * u
+        torch._dynamo.graph_break()
+        return y.transpose(1, 2).view(2, 8, 64)
+
+    inputs = [t.transpose(1, 2).detach().requires_grad_() for t in gate_and_up(2, 8, 4, 16)]
+    assert_refused(model, inputs, "swiglu", "memory layout")

@@ -107,6 +107,30 @@ def report(row: dict[str, Any], out: list[dict[str, Any]]) -> None:
     out.append(row)
 
 
+def report_bandwidth(
+    fusion: str,
+    case: str,
+    times_us: dict[str, tuple[float, float]],
+    bytes_moved: tuple[float, float],
+    error_over_eager: float,
+    out: list[dict[str, Any]],
+) -> None:
+    """Forward and backward of every candidate as GB/s and as a share of the copy bandwidth."""
+    for name, pair in times_us.items():
+        for direction, time_us, moved in zip(("forward", "backward"), pair, bytes_moved, strict=True):
+            rate = moved / (time_us * 1e-6)
+            row = {
+                "fusion": fusion,
+                "case": case,
+                "direction": direction,
+                "candidate": name,
+                "time_us": time_us,
+                "rate_GBps": rate / 1e9,
+                "of_copy_percent": 100 * rate / copy_bandwidth(),
+            }
+            report(row | ({"error_over_eager": error_over_eager} if name == "fused ops" else {}), out)
+
+
 def save(name: str, rows: list[dict[str, Any]]) -> pathlib.Path:
     """Write the rows with the machine line to bench/results/<name>.json, or under $OUT where that is set."""
     folder = pathlib.Path(os.environ.get("OUT", RESULTS))

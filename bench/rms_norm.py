@@ -13,7 +13,7 @@ from typing import Any
 import fused_backend.kernels.rms_norm  # noqa: F401  (registers the operators)
 import torch
 import torch.nn.functional as F
-from _harness import copy_bandwidth, report, save, time_us
+from _harness import report_bandwidth, save, time_us
 from torch import Tensor
 
 OPS = torch.ops.fused_backend
@@ -160,19 +160,9 @@ def measure(T: int, D: int, form: str, need_dw: bool, rows: list[dict[str, Any]]
     times = {"fused ops": raw_times(form, inputs, cotangents, need_dw)}
     for name, fn in candidates(form).items():
         times[name] = autograd_times(fn, inputs, cotangents)
-    for name, pair in times.items():
-        for direction, time, arrays in zip(("forward", "backward"), pair, ARRAYS[form], strict=True):
-            rate = arrays * T * D * 2 / (time * 1e-6)
-            row = {
-                "fusion": "rms_norm",
-                "case": f"{T}x{D} bf16 {form}{'' if need_dw else ' frozen w'}",
-                "direction": direction,
-                "candidate": name,
-                "time_us": time,
-                "rate_GBps": rate / 1e9,
-                "of_copy_percent": 100 * rate / copy_bandwidth(),
-            }
-            report(row | ({"error_over_eager": error} if name == "fused ops" else {}), rows)
+    case = f"{T}x{D} bf16 {form}{'' if need_dw else ' frozen w'}"
+    forward, backward = (arrays * T * D * 2 for arrays in ARRAYS[form])
+    report_bandwidth("rms_norm", case, times, (forward, backward), error, rows)
 
 
 def main() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import fused_backend.kernels.rope  # noqa: F401  (registers the operators)
 import torch
-from _harness import copy_bandwidth, report, save, time_us
+from _harness import report_bandwidth, save, time_us
 from torch import Tensor
 
 OPS = torch.ops.fused_backend
@@ -133,19 +133,7 @@ def measure(case: tuple[int, int, int, int, int, int, bool], rows: list[dict[str
     for name, fn in named.items():
         times[name] = autograd_times(fn, inputs, grads)
     moved = sum(2 * 2 * t.numel() for t in inputs[:2]) + sum(2 * t.numel() for t in inputs[2:])
-    for name, pair in times.items():
-        for direction, time in zip(("forward", "backward"), pair, strict=True):
-            rate = moved / (time * 1e-6)
-            row = {
-                "fusion": "rope",
-                "case": label,
-                "direction": direction,
-                "candidate": name,
-                "time_us": time,
-                "rate_GBps": rate / 1e9,
-                "of_copy_percent": 100 * rate / copy_bandwidth(),
-            }
-            report(row | ({"error_over_eager": error} if name == "fused ops" else {}), rows)
+    report_bandwidth("rope", label, times, (moved, moved), error, rows)
 
 
 def main() -> list[dict[str, Any]]:

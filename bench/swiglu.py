@@ -12,7 +12,7 @@ from typing import Any
 import fused_backend.kernels.swiglu  # noqa: F401  (registers the operators)
 import torch
 import torch.nn.functional as F
-from _harness import copy_bandwidth, report, save, time_us
+from _harness import report_bandwidth, save, time_us
 from torch import Tensor
 
 OPS = torch.ops.fused_backend
@@ -111,19 +111,8 @@ def measure(tokens: int, ffn: int, activation: str, packed: bool, rows: list[dic
     for name, fn in candidates(activation, packed).items():
         times[name] = autograd_times(fn, inputs, dh)
     array = tokens * ffn * 2
-    for name, pair in times.items():
-        for direction, time, arrays in zip(("forward", "backward"), pair, (3, 5), strict=True):
-            rate = arrays * array / (time * 1e-6)
-            row = {
-                "fusion": "swiglu",
-                "case": f"{tokens}x{ffn} bf16 {activation}{' packed' if packed else ''}",
-                "direction": direction,
-                "candidate": name,
-                "time_us": time,
-                "rate_GBps": rate / 1e9,
-                "of_copy_percent": 100 * rate / copy_bandwidth(),
-            }
-            report(row | ({"error_over_eager": error} if name == "fused ops" else {}), rows)
+    case = f"{tokens}x{ffn} bf16 {activation}{' packed' if packed else ''}"
+    report_bandwidth("swiglu", case, times, (3 * array, 5 * array), error, rows)
 
 
 def main() -> list[dict[str, Any]]:

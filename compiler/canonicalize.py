@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..patterns._fusion import Hole, Value
-from .spelling import RULES, Aliased
+from .spelling import RULES, Aliased, Drawn
 
 # The casts that autocast makes without showing them: these ops run in its low precision.
 _AUTOCAST_LOW = {"linear", "matmul", "mm", "bmm"}
@@ -109,6 +109,9 @@ class ValueTable:
             if self._is_alias(fake, result.value):
                 return result.value
             result = None
+        if isinstance(result, Drawn):
+            self.values.append(Value(result.op, result.args, fake, [node] if node is not None else [], self.detached))
+            return self.values[-1]
         if result is None:
             return self.unique("opaque", name, fake, node)
         op, op_args = result
@@ -220,9 +223,18 @@ def _overwritten(graph: Graph) -> set[int]:
     """Storages that a node of the graph writes to."""
     written: set[int] = set()
     for node in graph.nodes:
-        touched = [node, *node.all_input_nodes] if _mutates(node) else [node] if _was_written(node) else []
+        touched = [node, *_written_arguments(node)] if _mutates(node) else [node] if _was_written(node) else []
         written |= {s for n in touched if (s := storage(n.meta.get("example_value"))) is not None}
     return written
+
+
+def _written_arguments(node: Node) -> list[Node]:
+    """Which arguments a node that writes to some may write to: by convention the first, else any of them."""
+    names_its_own = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    by_convention = node.op == "call_method" or node.target in _INPLACE_OPERATORS
+    if by_convention and not names_its_own and node.kwargs.get("out") is None and isinstance(node.args[0], Node):
+        return [node.args[0]]
+    return node.all_input_nodes
 
 
 def _was_written(node: Node) -> bool:
@@ -280,6 +292,8 @@ def _mutates(node: Node) -> bool:
         return any(getattr(node.target, o)._schema.is_mutable for o in node.target.overloads())
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _body_mutates(node)
+    if getattr(node.target, "__module__", "") in ("_operator", "operator"):
+        return False  # operator.and_ and its like carry the underscore because of Python's keywords
     name = getattr(node.target, "__name__", "")
     position = _INPLACE_ARGUMENT.get(name)
     if position is not None and len(node.args) > position and node.args[position] is True:

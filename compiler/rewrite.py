@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
 
 from ..patterns._fusion import Emitter, Fusion, Match, Value
@@ -42,6 +42,7 @@ class Rewriter:
         self.max_rewrites = max_rewrites
         self.deferred: list[tuple[Node, list[Node], dict[Node, Mode]]] = []
         self.rewrites = 0
+        self._pure: set[Node] = set()
         self._canonical: Canonical | None = None
 
     # --- reading
@@ -136,15 +137,19 @@ class Rewriter:
             if self.canonical.of_node.get(node) is output:
                 self.deferred.append((node, nodes, self.canonical.mode))
 
+    def pure(self, node: Node) -> None:
+        self._pure.add(node)
+
     def refresh(self) -> None:
         """Erase what nothing reads any more and read the graph anew.
 
-        Only computations the canonical rules know go: they have no effect but their value. Anything else that nothing
-        reads (a mode switch, logging, an in-place update) stays where the user's program put it.
+        Only computations the canonical rules or a fusion know go: they have no effect but their value. Anything else
+        that nothing reads (a mode switch, logging, an in-place update) stays where the user's program put it.
         """
         for node in reversed(self.graph.nodes):
             value = self.canonical.of_node.get(node)
-            removable = node.op in ("call_function", "call_method") and value is not None and value.op != "opaque"
+            known = node in self._pure or (value is not None and value.op != "opaque")
+            removable = node.op == "get_attr" or (node.op in ("call_function", "call_method") and known)
             if removable and not node.users:
                 self.graph.erase_node(node)
         self._canonical = None
@@ -171,8 +176,7 @@ class _Writer:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         graph = self.rewriter.graph
         to_node = lambda a: self.node(a) if isinstance(a, Value) else a  # noqa: E731
-        args = tuple(to_node(a) for a in args)
-        kwargs = {k: to_node(a) for k, a in kwargs.items()}
+        args, kwargs = map_aggregate((args, kwargs), to_node)  # type: ignore[misc,assignment]
         kind = "call_method" if isinstance(target, str) else "call_function"
         with graph.inserting_before(self.at):
             node = graph.create_node(kind, target, args, kwargs)
@@ -317,11 +321,12 @@ def rewrite_module(
     rewriter = Rewriter(gm.graph, mode, decisions, max_rewrites)
     if any(str(getattr(n.target, "__module__", "")).startswith("torch._functorch") for n in gm.graph.nodes):
         return rewriter  # inside vmap, grad or jvp our operators would need rules of their own
+    rewrite_graph(rewriter, fusions)
+    # After the graph itself: a fusion may recognise an autograd.Function by its bodies, as the user wrote them.
     for name, body_mode in _bodies(rewriter):
         left = None if max_rewrites is None else max(0, max_rewrites - rewriter.rewrites)
         inner = rewrite_module(getattr(gm, name), fusions, body_mode, decisions, left)
         rewriter.rewrites += inner.rewrites
-    rewrite_graph(rewriter, fusions)
     gm.graph.lint()
     gm.recompile()
     return rewriter

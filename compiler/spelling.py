@@ -24,7 +24,15 @@ class Aliased:
     value: Value
 
 
-Rule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], "Aliased | tuple[str, tuple[Any, ...]] | None"]
+@dataclass(frozen=True)
+class Drawn:
+    """The call draws random numbers: a known op, but two calls are two values."""
+
+    op: str
+    args: tuple[Any, ...]
+
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], "Aliased | Drawn | tuple[str, tuple[Any, ...]] | None"]
 RULES: dict[str, Rule] = {}
 
 
@@ -173,7 +181,9 @@ def _gelu(table, args, kwargs, fake):
 def _dropout(table, args, kwargs, fake):
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", args[2] if len(args) > 2 else True)
-    return Aliased(args[0]) if p == 0 or not training else None
+    if p == 0 or not training:
+        return Aliased(args[0])
+    return Drawn("dropout", (args[0], p)) if isinstance(p, float) and training is True else None
 
 
 # --- reductions, products, losses ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 
 from ._launch import HAS_TRITON
@@ -46,11 +47,12 @@ def define_op(
 
     def on_the_tensors_device(*args: Any) -> Any:
         # Triton launches on the current device, which need not be where the tensors are.
-        device = next(a.device for a in args if isinstance(a, torch.Tensor))
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return triton(*args)
-        return triton(*args)
+        device = next(a.device for a in tree_leaves(args) if isinstance(a, torch.Tensor))
+        with torch._C._DisableAutocast():
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return triton(*args)
+            return triton(*args)
 
     _LIBRARY.impl(name, without_autocast, "CompositeExplicitAutograd")
     for key in ("CUDA", "XPU") if HAS_TRITON else ():

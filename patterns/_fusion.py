@@ -120,7 +120,7 @@ class Emitter(Protocol):
     """Writes nodes into the graph at the place of the match (compiler/rewrite.py implements it)."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Call a function, an operator, or (given as a string) a method; Values stand for the nodes they name."""
+        """Call a function, an operator, or (given as a string) a method; Values, in lists too, name their nodes."""
         ...
 
     def item(self, node: Node, index: int) -> Node:
@@ -165,6 +165,10 @@ class View(Protocol):
 
     def unsafe(self, root: Value, interior: Iterable[Value]) -> str | None:
         """Why replacing `root` by one operator would change a gradient or read overwritten memory."""
+        ...
+
+    def pure(self, node: Node) -> None:
+        """The node has no effect but its value: it may go once nothing reads it."""
         ...
 
     def defer(self, output: Value, leaves: list[Value]) -> None:

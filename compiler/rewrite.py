@@ -30,6 +30,7 @@ _BODIES_LOOKED_INTO = {
     "autograd_function_apply", "checkpoint_wrapped",
 }  # fmt: skip
 _MAX_STEPS_TO_RESULT = 8
+_ORIGIN = ("nn_module_stack", "stack_trace", "custom")  # where in the user's program a node comes from
 
 
 class Rewriter:
@@ -122,6 +123,8 @@ class Rewriter:
             writer.undo()
             return reason
         for root, result in zip(roots, results, strict=True):
+            if result in writer.emitted:  # reported where its own root was, not where the last of them was
+                result.meta |= {k: v for k, v in root.nodes[0].meta.items() if k in _ORIGIN}
             for node in root.nodes:
                 node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in writer.emitted)
             # From here on the value is what the operator returns.
@@ -180,7 +183,7 @@ class _Writer:
         kind = "call_method" if isinstance(target, str) else "call_function"
         with graph.inserting_before(self.at):
             node = graph.create_node(kind, target, args, kwargs)
-        node.meta = {k: v for k, v in self.at.meta.items() if k in ("nn_module_stack", "stack_trace", "custom")}
+        node.meta = {k: v for k, v in self.at.meta.items() if k in _ORIGIN}
         node.meta["example_value"] = self._fake(target, args, kwargs)
         self.emitted[node] = None
         self.rewriter.canonical.mode[node] = self.rewriter.canonical.mode[self.at]

@@ -1,25 +1,109 @@
 """Where AOTAutograd asks what to save for the backward: the seam that the checkpoint planner takes.
 
-For now the answer is torch's own min-cut. The operators of this package carry their gradients, so what they save is
-decided by them and only the rest of the graph is partitioned.
+For now the answer is torch's own min-cut, told one thing it cannot know: an operator of this package whose backward
+keeps its inputs anyhow, and which only moves bytes, is run again in the backward rather than kept. A gated MLP's
+product and a norm's output are so made twice and held by nobody in between.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import pathlib
 from typing import Any
 
 import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..kernels._op import REMADE
 
 
 def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph into forward and backward."""
+    recompute_what_is_cheap(gm.graph)
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def recompute_what_is_cheap(graph: Graph) -> None:
+    """Mark what the backward makes again: outputs of operators that are `remade`, where that keeps nothing more."""
+    backward = _backward_nodes(graph)
+    kept = {_viewed(n) for b in backward for n in b.all_input_nodes if n not in backward}
+    for node in list(graph.nodes):
+        if node.target not in REMADE or node in backward or "recompute" in node.meta:
+            continue
+        outputs = {int(user.args[1]): user for user in node.users if user.target is operator.getitem}
+        first = outputs.get(0, None if outputs else node)
+        if first is None or first not in kept:
+            continue
+        by = REMADE[node.target]
+        target, args = (node.target, node.args) if by is None else by(node.args, outputs.get)
+        inputs = [_viewed(a) for a in args if isinstance(a, Node)]
+        if any(n.op != "placeholder" and n not in kept for n in inputs):
+            continue
+        if by is None:
+            for again in (node, *outputs.values()):
+                again.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        else:
+            _redirect(first, _twin(graph, node, outputs, target, args), backward)
+
+
+def _twin(graph: Graph, node: Node, outputs: dict[int, Node], target: Any, args: tuple[Any, ...]) -> Node:
+    """The first output of another call, which gives the same."""
+    first = outputs[0]
+    with graph.inserting_after(max(outputs.values())):
+        call = graph.call_function(target, args)
+    with graph.inserting_after(call):
+        result = graph.call_function(operator.getitem, (call, 0))
+    call.meta, result.meta = dict(node.meta), dict(first.meta)
+    with first.meta["val"].fake_mode, torch.no_grad():
+        call.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
+    for made in (call, result):
+        made.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return result
+
+
+def _redirect(old: Node, new: Node, backward: set[Node]) -> None:
+    """Let the backward read `new` for `old`, where it reads a view of it as well."""
+    for user in list(old.users):
+        if user in backward:
+            user.replace_input_with(old, new)
+        elif _is_view(user):
+            with new.graph.inserting_after(new):
+                view = new.graph.node_copy(user, lambda n: new if n is old else n)
+            view.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            _redirect(user, view, backward)
+            if not view.users:
+                new.graph.erase_node(view)
+
+
+def _is_view(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
+        return False
+    aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
+    return target is torch.ops.aten._unsafe_view.default or bool(aliases and not any(a.is_write for a in aliases))
+
+
+def _viewed(node: Node) -> Node:
+    """What a node is a view of: the tensor that is kept when it is."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _backward_nodes(graph: Graph) -> set[Node]:
+    """What depends on the gradients that come in."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if tangent or (node.op != "output" and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
 
 
 class Partitioner(CustomPartitionerFn):

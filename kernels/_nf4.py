@@ -16,7 +16,7 @@ Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023, se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -41,11 +41,19 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
 }  # fmt: skip
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
-# Launch sizes, to be measured. A word is four bytes of codes, eight elements: what one thread loads and stores at once.
+# Launch sizes, to be measured. A word is what one thread decodes at once, 16 bytes of W.
 DECODE = {"WORDS": 1024, "num_warps": 4}
-# A tile of W is BN by BK; T is padded to a power of two, at least 16.
-SMALL = {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
-SMALL_TRANSPOSED = {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3}
+# A tile of W is BN by BK; T is padded to a power of two, at least 16. By bytes per element of x: float32 is multiplied
+# without matrix instructions, exactly, and needs the registers.
+SMALL = {
+    2: {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3},
+    4: {"BN": 32, "BK": 64, "num_warps": 4, "num_stages": 3},
+}
+SMALL_TRANSPOSED = {
+    2: {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3},
+    4: {"BN": 32, "BK": 64, "num_warps": 4, "num_stages": 3},
+}
+SMALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL_T = 64  # most rows; with more, decoding once and cuBLAS is the faster way
 PROGRAMS_PER_SM = 2  # a sum is split until there are this many
 
@@ -63,31 +71,32 @@ class Quantized:
     nested_blocksize: int = 256
 
 
+def _refuse(rule: str, came: Any) -> NoReturn:
+    raise ValueError(
+        f'lora_nf4: {rule}, got {came}. Quantize the weight again or disable with options={{"fusions": "-lora_nf4"}}'
+    )
+
+
 def _codes(q: Quantized) -> Tensor:
     """The codes as flat bytes, after the checks."""
     n = q.shape[0] * q.shape[1]
-    codes = q.codes.contiguous().view(-1).view(torch.uint8)
-    blocks = cdiv(n, q.blocksize)
+    if q.quant_type not in CODEBOOKS:
+        _refuse(f"quant_type must be one of {', '.join(CODEBOOKS)}", repr(q.quant_type))
+    if q.blocksize not in BLOCKSIZES:
+        _refuse(f"blocksize must be one of {BLOCKSIZES}", q.blocksize)
+    codes, blocks = q.codes.contiguous().view(-1).view(torch.uint8), cdiv(n, q.blocksize)
+    if codes.numel() < cdiv(n, 2):
+        _refuse(f"a weight {q.shape} has {cdiv(n, 2)} bytes of codes", codes.numel())
+    if q.absmax.numel() != blocks:
+        _refuse(f"a weight {q.shape} in blocks of {q.blocksize} has {blocks} absmax", q.absmax.numel())
+    dtypes = [t.dtype for t in (q.absmax, *q.nested)]
+    if dtypes != ([torch.uint8] + [torch.float32] * 3 if q.nested else [torch.float32]):
+        _refuse("absmax must be float32, or uint8 with float32 code, absmax2 and offset", dtypes)
     sizes = [t.numel() for t in q.nested]
-    stored = [t.dtype for t in (q.absmax, *q.nested)]
-    devices = {t.device for t in (codes, q.absmax, *q.nested)}
-    for rule, kept, came in (
-        (f"quant_type must be one of {', '.join(CODEBOOKS)}", q.quant_type in CODEBOOKS, repr(q.quant_type)),
-        (f"blocksize must be one of {BLOCKSIZES}", q.blocksize in BLOCKSIZES, q.blocksize),
-        (f"a weight {q.shape} has {cdiv(n, 2)} bytes of codes", codes.numel() >= cdiv(n, 2), codes.numel()),
-        (f"a weight {q.shape} in blocks of {q.blocksize} has {blocks} absmax", q.absmax.numel() == blocks,
-         q.absmax.numel()),
-        ("absmax must be float32, or uint8 with float32 code, absmax2 and offset",
-         stored in ([torch.float32], [torch.uint8] + [torch.float32] * 3), stored),
-        ("nested must have 256 code, an absmax2 for each nested block of absmax and one offset",
-         sizes in ([], [256, cdiv(blocks, q.nested_blocksize), 1]), sizes),
-        ("all tensors must be on one device", len(devices) == 1, sorted(map(str, devices))),
-    ):  # fmt: skip
-        if not kept:
-            raise ValueError(
-                f"lora_nf4: {rule}, got {came}. "
-                'Quantize the weight again or disable with options={"fusions": "-lora_nf4"}'
-            )
+    if q.nested and sizes != [256, cdiv(blocks, q.nested_blocksize), 1]:
+        _refuse("nested must have 256 code, an absmax2 for each nested block of absmax and one offset", sizes)
+    if any(t.device != codes.device for t in (q.absmax, *q.nested)):
+        _refuse("all tensors must be on one device", [str(t.device) for t in (codes, q.absmax, *q.nested)])
     return codes
 
 
@@ -121,28 +130,30 @@ def _absmax(absmax_ptr, code_ptr, absmax2_ptr, offset_ptr, first, block, mask, N
 def nf4_decode_kernel(
     codes_ptr, absmax_ptr,  # bytes; one per block
     code_ptr, absmax2_ptr, offset_ptr,  # (256,), one per nested block, one
-    w_ptr,  # (rows, cols); cols is a multiple of 8, or there is one row
+    w_ptr,  # (rows, cols); a row is whole words, or there is one
     cols, row_bytes, row_stride,
-    CODEBOOK: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, WORDS: tl.constexpr,
+    CODEBOOK: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr,
+    WORDS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(cols, WORDS * 8)
+    WORD: tl.constexpr = BYTES * 2  # elements of a word
+    tiles = tl.cdiv(cols, WORDS * WORD)
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    word = (tl.program_id(0) % tiles).to(tl.int64) * WORDS
-    words = tl.arange(0, WORDS)
+    first = (tl.program_id(0) % tiles).to(tl.int64) * WORDS
+    word = tl.arange(0, WORDS)
 
-    # Word by word, so that a thread loads four bytes at once and stores eight elements at once.
-    byte = words[:, None] * 4 + tl.arange(0, 4)[None, :]
-    codes = tl.load(codes_ptr + row * row_bytes + word * 4 + byte, byte < row_bytes - word * 4, other=0)
+    # Word by word: a thread loads its bytes at once and stores their elements at once.
+    byte = word[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    codes = tl.load(codes_ptr + (row * row_bytes + first * BYTES) + byte, byte < row_bytes - first * BYTES, other=0)
 
-    # A word lies in one block: blocksize is a multiple of 8.
-    start = row * cols + word * 8
-    block = ((start % BLOCKSIZE).to(tl.int32) + words * 8) // BLOCKSIZE
-    inside = words * 8 < cols - word * 8
+    # A word lies in one block, for blocksize is a multiple of it.
+    start = row * cols + first * WORD
+    block = ((start % BLOCKSIZE).to(tl.int32) + word * WORD) // BLOCKSIZE
+    inside = word * WORD < cols - first * WORD
     absmax = _absmax(absmax_ptr, code_ptr, absmax2_ptr, offset_ptr, start // BLOCKSIZE, block, inside, NESTED)
 
     w = _decoded(_values(codes, CODEBOOK), absmax[:, None]).to(w_ptr.dtype.element_ty)
-    col = words[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(w_ptr + row * row_stride + word * 8 + col, w, col < cols - word * 8)
+    col = word[:, None] * WORD + tl.arange(0, WORD)[None, :]
+    tl.store(w_ptr + (row * row_stride + first * WORD) + col, w, col < cols - first * WORD)
 
 
 @triton.jit
@@ -279,10 +290,12 @@ def decode(q: Quantized, dtype: torch.dtype, out: Tensor | None = None) -> Tenso
         return out.copy_(decode(q, dtype))
     if out.numel() == 0:
         return out
-    words = min(DECODE["WORDS"], max(16, next_power_of_2(cdiv(cols, 8))))
-    nf4_decode_kernel[(rows * cdiv(cols, 8 * words),)](
-        *_pointers(q, codes), out, cols, cdiv(cols, 2), row_stride, **_constants(q), **(DECODE | {"WORDS": words})
-    )
+    size = max(1, 8 // out.element_size())
+    words = min(DECODE["WORDS"], max(16, next_power_of_2(cdiv(cols, 2 * size))))
+    nf4_decode_kernel[(rows * cdiv(cols, 2 * size * words),)](
+        *_pointers(q, codes), out, cols, cdiv(cols, 2), row_stride,
+        BYTES=size, **_constants(q), **(DECODE | {"WORDS": words}),
+    )  # fmt: skip
     return out
 
 
@@ -290,34 +303,35 @@ def supports_small(q: Quantized, T: int) -> bool:
     """Whether the products of T rows without a decoded weight are right and fast; else decode."""
     N, K = q.shape
     # A tile's row is whole blocks, or a part of one.
-    whole = all(K % min(q.blocksize, launch["BK"]) == 0 for launch in (SMALL, SMALL_TRANSPOSED))
+    launches = (*SMALL.values(), *SMALL_TRANSPOSED.values())
+    whole = all(K % min(q.blocksize, launch["BK"]) == 0 for launch in launches)
     return 0 < T <= SMALL_T and N > 0 and K > 0 and whole
 
 
-def _small(
-    kernel: Any, launch: dict, a: Tensor, q: Quantized, out_dtype: torch.dtype, kept: tuple, summed: tuple
-) -> Tensor:
-    """`kept` and `summed`: a dimension of W and the launch size that tiles it."""
+def _small(kernel: Any, launches: dict, a: Tensor, q: Quantized, out_dtype: torch.dtype, summed: int) -> Tensor:
+    """`a` times W along dimension `summed` of W."""
     codes, (T, width) = _codes(q), a.shape
-    if not supports_small(q, T) or width != summed[0] or a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not supports_small(q, T) or width != q.shape[summed] or a.dtype not in SMALL_DTYPES:
         raise ValueError(
-            f"lora_nf4: a product without decoding takes 1 to {SMALL_T} rows of {summed[0]} float32, bfloat16 or "
-            f"float16 and a weight whose rows are whole blocks, got {tuple(a.shape)} of {a.dtype} and W {q.shape} in "
+            f"lora_nf4: a product without decoding takes 1 to {SMALL_T} rows of {q.shape[summed]} float32, bfloat16 "
+            f"or float16 and a weight whose rows are whole blocks, got {tuple(a.shape)} of {a.dtype} and {q.shape} in "
             f"blocks of {q.blocksize}. Use decode"
         )
     a = a if a.stride(1) == 1 else a.contiguous()
-    tiles, steps = cdiv(kept[0], launch[kept[1]]), cdiv(summed[0], launch[summed[1]])
+    launch, kept = launches[a.element_size()], q.shape[1 - summed]
+    tile = launch["BN"], launch["BK"]
+    tiles, steps = cdiv(kept, tile[1 - summed]), cdiv(width, tile[summed])
     steps_per_part = cdiv(steps, min(steps, cdiv(PROGRAMS_PER_SM * sm_count(a.device), tiles)))
     parts = cdiv(steps, steps_per_part)
 
-    out = torch.empty(T, kept[0], dtype=out_dtype, device=a.device)
-    sums = out if parts == 1 else torch.empty(parts, T, kept[0], dtype=torch.float32, device=a.device)
+    out = torch.empty(T, kept, dtype=out_dtype, device=a.device)
+    sums = out if parts == 1 else torch.empty(parts, T, kept, dtype=torch.float32, device=a.device)
     kernel[(tiles, parts)](
-        a, *_pointers(q, codes), sums, T, *q.shape, a.stride(0), steps_per_part * launch[summed[1]],
+        a, *_pointers(q, codes), sums, T, *q.shape, a.stride(0), steps_per_part * tile[summed],
         BT=max(16, next_power_of_2(T)), **_constants(q), **launch,
     )  # fmt: skip
     if parts > 1:
-        nf4_add_parts_kernel[(cdiv(out.numel(), 512),)](sums, out, parts, out.numel(), BLOCK=512, num_warps=4)
+        nf4_add_parts_kernel[(cdiv(T * kept, 512),)](sums, out, parts, T * kept, BLOCK=512, num_warps=4)
     return out
 
 
@@ -327,8 +341,7 @@ def matmul_small(x: Tensor, q: Quantized, out_dtype: torch.dtype) -> Tensor:
     Shapes: x (T, K), y (T, N).
     Raises: ValueError where `supports_small` says no.
     """
-    N, K = q.shape
-    return _small(nf4_matmul_kernel, SMALL, x, q, out_dtype, kept=(N, "BN"), summed=(K, "BK"))
+    return _small(nf4_matmul_kernel, SMALL, x, q, out_dtype, summed=1)
 
 
 def matmul_small_transposed(dy: Tensor, q: Quantized, out_dtype: torch.dtype) -> Tensor:
@@ -337,5 +350,4 @@ def matmul_small_transposed(dy: Tensor, q: Quantized, out_dtype: torch.dtype) ->
     Shapes: dy (T, N), dx (T, K).
     Raises: ValueError where `supports_small` says no.
     """
-    N, K = q.shape
-    return _small(nf4_matmul_transposed_kernel, SMALL_TRANSPOSED, dy, q, out_dtype, kept=(K, "BK"), summed=(N, "BN"))
+    return _small(nf4_matmul_transposed_kernel, SMALL_TRANSPOSED, dy, q, out_dtype, summed=0)

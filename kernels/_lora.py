@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _low_rank as low_rank
 from . import _nf4 as nf4
+from ._adapter_grad import adapter_grad, adapter_grad_reference
 from ._crossover import Kind, prefers_small
 from ._low_rank import Dropout
 
@@ -29,6 +30,7 @@ class On(NamedTuple):
     down: Callable[..., Tensor]
     outer: Callable[..., Tensor]
     update: Callable[..., Tensor]
+    grad: Callable[..., tuple[Tensor, Tensor]]
     pack: Callable[[Tensor], Tensor]
     triton: bool
 
@@ -40,9 +42,9 @@ def _decode_reference(q: nf4.Quantized, dtype: torch.dtype, out: Tensor | None =
 
 TORCH = On(
     _decode_reference, low_rank.down_reference, low_rank.outer_reference, low_rank.update_reference,
-    low_rank.pack_reference, False,
+    adapter_grad_reference, low_rank.pack_reference, False,
 )  # fmt: skip
-TRITON = On(nf4.decode, low_rank.down, low_rank.outer, low_rank.update, low_rank.pack, True)
+TRITON = On(nf4.decode, low_rank.down, low_rank.outer, low_rank.update, adapter_grad, low_rank.pack, True)
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,7 @@ def _with_bias(group: Group, i: int, rows: Tensor, bias: Tensor | None) -> Tenso
     return group.product(i, rows, None).add_(bias)
 
 
-def _forward_extended(
-    group: Group, rows: Tensor, biases: Sequence[Tensor | None]
-) -> tuple[list[Tensor], Tensor]:
+def _forward_extended(group: Group, rows: Tensor, biases: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
     """[x | u]·[W | s B]ᵀ: the adapter inside the base GEMM's sum."""
     (T, K), extension = rows.shape, low_rank.extension(sum(group.ranks))
     wide = rows.new_empty(T, K + extension)
@@ -207,25 +207,33 @@ def backward(
     )  # fmt: skip
     dys = [d.reshape(-1, n) for d, n in zip(dy, out_features, strict=True)]
     drops = [Dropout(b, 1.0 / (1.0 - dropout)) for b in bits]
+    dx = v = None
+    dbs: list[Tensor] = []
+    if needs_dx and x_dtype == base_dtype and not drops and _rides_back(group, dys):
+        dx, v = _dx_extended(group, dys[0])
+        dbs = [on.outer(u, dys[0], None).t() * scaling[0]] if needs_adapters and u is not None else []
+    elif lora_a and needs_adapters and u is not None:
+        each = zip(dys, group.parts(u, 1), scaling, strict=True)
+        both = [on.grad(d, group.b(i), u_i, s) for i, (d, u_i, s) in enumerate(each)]
+        v, dbs = torch.cat([v_i for v_i, _ in both], dim=1), [db for _, db in both]
+    elif lora_a:
+        v = torch.cat([on.down(d, group.b(i).t(), scaling[i], None) for i, d in enumerate(dys)], dim=1)
     grads: list[Tensor] = []
-    v = None
-    if needs_dx and lora_a and not drops and len(dys) == 1 and not group._small(0, dys[0]) and x_dtype == base_dtype:
-        if group.rides_along(dys[0].dtype, out_features[0], in_features - 1):
-            dx, v = _dx_extended(group, dys[0])
-            grads.append(dx)
-    if v is None and lora_a:
-        each = enumerate(dys)
-        v = torch.cat([on.down(d, group.b(i).t(), scaling[i], None) for i, d in each], dim=1)
-    if needs_dx and not grads:
-        grads.append(_dx(group, dys, v, drops, x_dtype))
     if needs_dx:
-        grads[0] = grads[0].view(*dy[0].shape[:-1], in_features)
+        dx = _dx(group, dys, v, drops, x_dtype) if dx is None else dx
+        grads.append(dx.view(*dy[0].shape[:-1], in_features))
     if needs_adapters:
-        assert x is not None and u is not None and v is not None
-        grads += _adapter_gradients(group, dys, x.reshape(-1, in_features), u, v, drops)
+        assert x is not None and v is not None
+        grads += _fresh([*_da(group, x.reshape(-1, in_features), v, drops), *dbs], [*lora_a, *lora_b])
     if needs_bias:
         grads += [d.sum(0, dtype=torch.promote_types(d.dtype, torch.float32)).to(bias_dtype) for d in dys]
     return grads
+
+
+def _rides_back(group: Group, dys: Sequence[Tensor]) -> bool:
+    """Does the adapter's part of dx fit into the one product that gives dx?"""
+    alone = len(dys) == 1 and bool(group.lora_a) and not group._small(0, dys[0])
+    return alone and group.rides_along(dys[0].dtype, group.out_features[0], group.in_features - 1)
 
 
 def _dx_extended(group: Group, dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,17 +269,17 @@ def _dx(
     return dx
 
 
-def _adapter_gradients(
-    group: Group, dys: Sequence[Tensor], x: Tensor, u: Tensor, v: Tensor, drops: Sequence[Dropout]
-) -> list[Tensor]:
-    """dA_i = v_iᵀ·drop_i(x), then dB_i = s_i dy_iᵀ·u_i."""
-    outer = group.on.outer
-    if drops:
-        das: Sequence[Tensor] = [outer(v_i, x, d) for v_i, d in zip(group.parts(v, 1), drops, strict=True)]
-    else:
-        das = group.parts(outer(v, x, None), 0)
-    dbs = [outer(u_i, dy, None).t() for u_i, dy in zip(group.parts(u, 1), dys, strict=True)]
-    dbs = [db if s == 1.0 else db * s for db, s in zip(dbs, group.scaling, strict=True)]
-    own = [*zip(das, group.lora_a, strict=True), *zip(dbs, group.lora_b, strict=True)]
-    # Fresh and contiguous: an operator's results may not share memory.
-    return [torch.empty_like(p, memory_format=torch.contiguous_format).copy_(d) for d, p in own]
+def _da(group: Group, x: Tensor, v: Tensor, drops: Sequence[Dropout]) -> Sequence[Tensor]:
+    """dA_i = v_iᵀ·drop_i(x)."""
+    if not drops:
+        return group.parts(group.on.outer(v, x, None), 0)
+    return [group.on.outer(v_i, x, drop) for v_i, drop in zip(group.parts(v, 1), drops, strict=True)]
+
+
+def _fresh(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """In the dtype of the parameters, contiguous and of their own: an operator's results may not share memory."""
+    return [
+        g if g.dtype == p.dtype and g.is_contiguous() and g.untyped_storage().nbytes() == g.nbytes
+        else torch.empty_like(p, memory_format=torch.contiguous_format).copy_(g)
+        for g, p in zip(grads, like, strict=True)
+    ]  # fmt: skip

@@ -72,10 +72,10 @@ def update_reference(base: Tensor, u: Tensor, v: Tensor, scaling: float, drop: D
 
 
 @triton.jit
-def _drop(z, bits_ptr, rows, cols, mask, bits_stride, drop_scale):
-    """Zero what dropout dropped of a tile, scale what it kept."""
-    byte = tl.load(bits_ptr + rows[:, None] * bits_stride + (cols // 8)[None, :], mask=mask, other=0).to(tl.int32)
-    keep = (byte >> (cols % 8)[None, :].to(tl.int32)) & 1
+def _drop(z, bits_ptr, row, cols, mask, bits_stride, drop_scale):
+    """Zero what dropout dropped of a tile, scale what it kept; `bits_ptr` is at the tile's first row."""
+    byte = tl.load(bits_ptr + row[:, None] * bits_stride + (cols // 8)[None, :], mask=mask, other=0).to(tl.int32)
+    keep = (byte >> (cols % 8)[None, :]) & 1
     return _dropped(z, keep.to(z.dtype), drop_scale)
 
 
@@ -90,12 +90,16 @@ def pack_kernel(keep_ptr, bits_ptr, cols, bytes_per_row, BLOCK: tl.constexpr):
     tl.store(bits_ptr + row * bytes_per_row + byte, packed.to(tl.uint8), mask=byte < bytes_per_row)
 
 
-# One program: BLOCK_T rows of one of the SPLIT parts of N; parts are added afterwards, in order.
-@triton.jit(do_not_specialize=["T", "part"])
+# Offsets inside a tile are 32-bit, that of its first row is 64-bit; loop counters are 32-bit and count tiles, so that
+# the compiler knows how loads are aligned and pipelines them (with neither, `down` took five times as long).
+
+
+# One program: BLOCK_T rows of one of the parts of N; parts are added afterwards, in order.
+@triton.jit(do_not_specialize=["T", "tiles_per_part"])
 def down_kernel(
     z_ptr,  # (T, N)
     v_ptr,  # (R, N), contiguous
-    u_ptr,  # (SPLIT, T, R) fp32, or (T, R) when there is one part
+    u_ptr,  # (parts, T, R) fp32, or (T, R) when there is one part
     extended_ptr,  # (T, extended_stride): gets z, then u, then zeros
     bits_ptr,
     T,
@@ -104,7 +108,7 @@ def down_kernel(
     z_stride,
     extended_stride,
     bits_stride,
-    part,
+    tiles_per_part,
     scaling,
     drop_scale,
     DROPOUT: tl.constexpr,
@@ -113,34 +117,38 @@ def down_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    split = tl.program_id(1).to(tl.int64)
-    ranks = tl.arange(0, BLOCK_R)
+    first = tl.program_id(0) * BLOCK_T
+    row, ranks = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    exists = (row < T - first)[:, None]
+    z_ptr += first.to(tl.int64) * z_stride
+    bits_ptr += first.to(tl.int64) * bits_stride
+    extended_ptr += first.to(tl.int64) * extended_stride
     dtype = v_ptr.dtype.element_ty
     u = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-    for start in range(split * part, tl.minimum(split * part + part, N), BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
-        mask = (rows[:, None] < T) & (cols[None, :] < N)
-        z = tl.load(z_ptr + rows[:, None] * z_stride + cols[None, :], mask=mask, other=0.0)
+    tile = tl.program_id(1) * tiles_per_part
+    for at in range(tile, tl.minimum(tile + tiles_per_part, tl.cdiv(N, BLOCK_N))):
+        cols = at * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = exists & (cols[None, :] < N)
+        z = tl.load(z_ptr + row[:, None] * z_stride + cols[None, :], mask=mask, other=0.0)
         if EXTEND:
-            tl.store(extended_ptr + rows[:, None] * extended_stride + cols[None, :], z, mask=mask)
+            tl.store(extended_ptr + row[:, None] * extended_stride + cols[None, :], z, mask=mask)
         z = z.to(dtype)
         if DROPOUT:
-            z = _drop(z, bits_ptr, rows, cols, mask, bits_stride, tl.cast(drop_scale, tl.float32).to(dtype))
+            z = _drop(z, bits_ptr, row, cols, mask, bits_stride, tl.cast(drop_scale, tl.float32).to(dtype))
         v_mask = (ranks[:, None] < R) & (cols[None, :] < N)
-        v = tl.load(v_ptr + ranks[:, None].to(tl.int64) * N + cols[None, :], mask=v_mask, other=0.0)
+        v = tl.load(v_ptr + ranks[:, None] * N + cols[None, :], mask=v_mask, other=0.0)
         u = tl.dot(z, tl.trans(v), u, input_precision="ieee")
     u *= tl.cast(scaling, tl.float32)
-    mask = (rows[:, None] < T) & (ranks[None, :] < R)
-    out = u_ptr + (split * T + rows[:, None]) * R + ranks[None, :]
-    tl.store(out, u.to(u_ptr.dtype.element_ty), mask=mask)
+    u_ptr += (tl.program_id(1).to(tl.int64) * T + first) * R
+    u_mask = exists & (ranks[None, :] < R)
+    tl.store(u_ptr + row[:, None] * R + ranks[None, :], u.to(u_ptr.dtype.element_ty), mask=u_mask)
     if EXTEND:  # columns from R to BLOCK_R are zero, since v has no such rows
-        beside = extended_ptr + rows[:, None] * extended_stride + N + ranks[None, :]
-        tl.store(beside, u.to(extended_ptr.dtype.element_ty), mask=rows[:, None] < T)
+        beside = extended_ptr + row[:, None] * extended_stride + N + ranks[None, :]
+        tl.store(beside, u.to(extended_ptr.dtype.element_ty), mask=exists)
 
 
 # One program: BLOCK_N columns over the rows of one part; parts are added afterwards, in order.
-@triton.jit(do_not_specialize=["T", "part"])
+@triton.jit(do_not_specialize=["T", "tiles_per_part"])
 def outer_kernel(
     u_ptr,  # (T, R)
     z_ptr,  # (T, N)
@@ -152,7 +160,7 @@ def outer_kernel(
     u_stride,
     z_stride,
     bits_stride,
-    part,
+    tiles_per_part,
     drop_scale,
     DROPOUT: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -160,22 +168,24 @@ def outer_kernel(
     BLOCK_N: tl.constexpr,
 ):
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1).to(tl.int64)
-    ranks = tl.arange(0, BLOCK_R)
+    row, ranks = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
     dtype = u_ptr.dtype.element_ty
     out = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    for start in range(split * part, tl.minimum(split * part + part, T), BLOCK_T):
-        rows = start + tl.arange(0, BLOCK_T)
-        mask = (rows[:, None] < T) & (cols[None, :] < N)
-        z = tl.load(z_ptr + rows[:, None].to(tl.int64) * z_stride + cols[None, :], mask=mask, other=0.0).to(dtype)
+    tile = tl.program_id(1) * tiles_per_part
+    for at in range(tile, tl.minimum(tile + tiles_per_part, tl.cdiv(T, BLOCK_T))):
+        first = tl.cast(at * BLOCK_T, tl.int64)
+        exists = (row < T - at * BLOCK_T)[:, None]
+        mask = exists & (cols[None, :] < N)
+        z = tl.load(z_ptr + first * z_stride + row[:, None] * z_stride + cols[None, :], mask=mask, other=0.0).to(dtype)
         if DROPOUT:
             scale = tl.cast(drop_scale, tl.float32).to(dtype)
-            z = _drop(z, bits_ptr, rows.to(tl.int64), cols, mask, bits_stride, scale)
-        u_mask = (rows[:, None] < T) & (ranks[None, :] < R)
-        u = tl.load(u_ptr + rows[:, None].to(tl.int64) * u_stride + ranks[None, :], mask=u_mask, other=0.0)
+            z = _drop(z, bits_ptr + first * bits_stride, row, cols, mask, bits_stride, scale)
+        u_mask = exists & (ranks[None, :] < R)
+        u = tl.load(u_ptr + first * u_stride + row[:, None] * u_stride + ranks[None, :], mask=u_mask, other=0.0)
         out = tl.dot(tl.trans(u), z, out, input_precision="ieee")
     mask = (ranks[:, None] < R) & (cols[None, :] < N)
-    tl.store(out_ptr + (split * R + ranks[:, None]) * N + cols[None, :], out, mask=mask)
+    out_ptr += tl.program_id(1).to(tl.int64) * R * N
+    tl.store(out_ptr + ranks[:, None] * N + cols[None, :], out, mask=mask)
 
 
 # One program: a (BLOCK_T, BLOCK_N) tile.
@@ -198,25 +208,30 @@ def update_kernel(
     scaling,
     drop_scale,
     DROPOUT: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    rows = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ranks = tl.arange(0, BLOCK_R)
-    mask = (rows[:, None] < T) & (cols[None, :] < N)
-    base = tl.load(base_ptr + rows[:, None] * base_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    u_mask = (rows[:, None] < T) & (ranks[None, :] < R)
-    u = tl.load(u_ptr + rows[:, None] * u_stride + ranks[None, :], mask=u_mask, other=0.0)
-    v_mask = (ranks[:, None] < R) & (cols[None, :] < N)
-    at = ranks[:, None].to(tl.int64) * v_rank_stride + cols[None, :].to(tl.int64) * v_col_stride
-    v = tl.load(v_ptr + at, mask=v_mask, other=0.0)
-    up = tl.dot(u, v, input_precision="ieee")
+    first = (tl.program_id(1) * BLOCK_T).to(tl.int64)
+    row, cols = tl.arange(0, BLOCK_T), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = (row < T - tl.program_id(1) * BLOCK_T)[:, None]
+    mask = exists & (cols[None, :] < N)
+    base = tl.load(base_ptr + first * base_stride + row[:, None] * base_stride + cols[None, :], mask=mask, other=0.0)
+    up = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for step in tl.static_range(STEPS):  # pyright: ignore[reportGeneralTypeIssues]
+        ranks = step * BLOCK_R + tl.arange(0, BLOCK_R)
+        u_mask = exists & (ranks[None, :] < R)
+        u = tl.load(u_ptr + first * u_stride + row[:, None] * u_stride + ranks[None, :], mask=u_mask, other=0.0)
+        v_mask = (ranks[:, None] < R) & (cols[None, :] < N)
+        v = tl.load(v_ptr + ranks[:, None] * v_rank_stride + cols[None, :] * v_col_stride, mask=v_mask, other=0.0)
+        up = tl.dot(u, v, up, input_precision="ieee")
     if DROPOUT:
-        up = _drop(up, bits_ptr, rows, cols, mask, bits_stride, tl.cast(drop_scale, tl.float32))
-    out = _updated(base, tl.cast(scaling, tl.float32), up)
-    tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+        scale = tl.cast(drop_scale, tl.float32)
+        up = _drop(up, bits_ptr + first * bits_stride, row, cols, mask, bits_stride, scale)
+    out = _updated(base.to(tl.float32), tl.cast(scaling, tl.float32), up)
+    at = out_ptr + first * out_stride + row[:, None] * out_stride + cols[None, :]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _drop_arguments(drop: Dropout | None, other: Tensor) -> tuple[Tensor, int, float]:
@@ -234,10 +249,6 @@ def pack(keep: Tensor) -> Tensor:
     return bits
 
 
-def _tensor_cores(a: Tensor, b: Tensor) -> bool:
-    return a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
-
-
 def extension(ranks: int) -> int:
     """Columns that `ranks` more columns take in a buffer of which tensor cores still read whole tiles."""
     return max(64, next_power_of_2(ranks))
@@ -246,22 +257,22 @@ def extension(ranks: int) -> int:
 def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: Tensor | None = None) -> Tensor:
     """`down_reference` in Triton; `extended` (T, N + extension(R)) gets z, the result and zeros side by side."""
     (T, N), R = z.shape, v.shape[0]
-    if extended is None and (R > MAX_RANK or (drop is None and _tensor_cores(z, v))):
+    if extended is None and (R > MAX_RANK or (drop is None and z.is_cuda)):
         return down_reference(z, v, scaling, drop)  # the vendor's product is as fast: 26 us of 16 for 8192 x 4096
     z, v = z if z.stride(1) == 1 else z.contiguous(), v.contiguous()
     block_r = extension(R) if extended is not None else max(16, next_power_of_2(R))
     block_t, block_n = (64, 256) if v.dtype != torch.float32 and block_r <= 64 else (32, 64)
     split = 1 if extended is not None or cdiv(T, block_t) >= 128 else max(1, min(cdiv(N, block_n), 4))
-    part = cdiv(cdiv(N, block_n), split) * block_n
+    tiles = cdiv(cdiv(N, block_n), split)
     u = torch.empty(split, T, R, dtype=v.dtype if split == 1 else torch.float32, device=z.device)
     if not u.numel():
         return u[0]
     bits, bits_stride, drop_scale = _drop_arguments(drop, z)
     beside = z if extended is None else extended
     down_kernel[(cdiv(T, block_t), split)](
-        z, v, u, beside, bits, T, N, R, z.stride(0), beside.stride(0), bits_stride, part, scaling, drop_scale,
+        z, v, u, beside, bits, T, N, R, z.stride(0), beside.stride(0), bits_stride, tiles, scaling, drop_scale,
         DROPOUT=drop is not None, EXTEND=extended is not None,
-        BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4 if extended is None else 8, num_stages=3,
+        BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, num_stages=3,
     )  # fmt: skip
     return u[0] if split == 1 else u.sum(0).to(v.dtype)
 
@@ -269,22 +280,22 @@ def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: T
 def outer(u: Tensor, z: Tensor, drop: Dropout | None) -> Tensor:
     """`outer_reference` in Triton, summed in float32 whatever u's dtype."""
     (T, N), R = z.shape, u.shape[1]
-    if R > MAX_RANK or (drop is None and _tensor_cores(z, u)):
+    if R > MAX_RANK or (drop is None and z.is_cuda):
         z = dropped_reference(z.to(u.dtype), drop)
         wide = z.is_cuda and z.dtype in (torch.bfloat16, torch.float16)
         return torch.mm(u.t(), z, out_dtype=torch.float32) if wide else u.t() @ z
     z, u = (t if t.stride(1) == 1 else t.contiguous() for t in (z, u))
     block_r, block_t = max(16, next_power_of_2(R)), 64 if u.dtype != torch.float32 else 32
     block_n = 128 if block_r <= 32 else 64
-    part = max(block_t, next_power_of_2(cdiv(T * cdiv(N, block_n), 512)))
-    parts = cdiv(T, part)
+    tiles = cdiv(cdiv(T, block_t), max(1, 512 // cdiv(N, block_n)))
+    parts = cdiv(T, tiles * block_t)
     out = torch.empty(parts, R, N, dtype=torch.float32, device=z.device)
     if not T:
         return torch.zeros(R, N, dtype=torch.float32, device=z.device)
     if out.numel():
         bits, bits_stride, drop_scale = _drop_arguments(drop, z)
         outer_kernel[(cdiv(N, block_n), parts)](
-            u, z, out, bits, T, N, R, u.stride(0), z.stride(0), bits_stride, part, drop_scale,
+            u, z, out, bits, T, N, R, u.stride(0), z.stride(0), bits_stride, tiles, drop_scale,
             DROPOUT=drop is not None, BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, num_stages=3,
         )  # fmt: skip
     return out[0] if parts == 1 else out.sum(0)
@@ -295,16 +306,16 @@ def update(base: Tensor, u: Tensor, v: Tensor, scaling: float, drop: Dropout | N
     (T, N), R = base.shape, u.shape[1]
     if not base.numel():
         return out
-    if R > MAX_RANK:
-        return update_reference(base, u, v, scaling, drop, out)
     if u.stride(1) != 1:
         u = u.contiguous()
     bits, bits_stride, drop_scale = _drop_arguments(drop, base)
-    block_r = max(16, next_power_of_2(R))
+    # Deeper float32 products run out of registers: rank 48 at once took 45 times as long as rank 16.
+    block_r = 16 if u.dtype == torch.float32 else min(64, max(16, next_power_of_2(R)))
     block_t, block_n = 32, 128
     update_kernel[(cdiv(N, block_n), cdiv(T, block_t))](
         base, u, v, out, bits, T, N, R, base.stride(0), u.stride(0), v.stride(0), v.stride(1), out.stride(0),
         bits_stride, scaling, drop_scale,
-        DROPOUT=drop is not None, BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+        DROPOUT=drop is not None, STEPS=cdiv(R, block_r), BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n,
+        num_warps=4,
     )  # fmt: skip
     return out

@@ -50,7 +50,7 @@ SMALL = {
     4: {"BN": 32, "BK": 64, "num_warps": 4, "num_stages": 3},
 }
 SMALL_TRANSPOSED = {
-    2: {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 3},
+    2: {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 2},
     4: {"BN": 32, "BK": 64, "num_warps": 4, "num_stages": 3},
 }
 SMALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -185,7 +185,8 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     dx = out.pop(0) if needs_dx else None
     das, dbs = ([out.pop(0) for _ in range(n)] if needs_adapters else [None] * len(lora_a) for _ in range(2))
     dbias = out if needs_bias else [None] * len(needs[4])
-    return (dx, [None] * n, [None] * len(absmax), [None] * len(nested), dbias, das, dbs, [None] * ctx.n_keep, *[None] * 8)
+    frozen = [[None] * len(part) for part in (weight, absmax, nested)]
+    return dx, *frozen, dbias, das, dbs, [None] * ctx.n_keep, *[None] * 8
 
 
 define_backward(lora_linear, setup_context=_setup_context, backward=_backward)

@@ -336,7 +336,6 @@ remade(swiglu)
 remade(swiglu_packed)
 
 
-
 def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
     """The tensors of the call, and its remaining arguments: all that either backward needs."""
     ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)))

@@ -52,17 +52,13 @@ class FourBit:
 
 def is_four_bit_site(node: Node) -> bool:
     """Could this be a 4-bit linear: does it, or one of its bodies, read 4-bit codes of bitsandbytes?"""
-    if _is_function_apply(node):
-        bodies = [_body(node, arg) for arg in node.args[:2]]
-        return any(_reads_codes(n) for body in bodies if body for n in body.nodes)
-    return _reads_codes(node)
+    if not _is_function_apply(node):
+        return _reads_codes(node)
+    return any(_reads_codes(n) for arg in node.args[:2] if (body := _body(node, arg)) for n in body.nodes)
 
 
 def read_four_bit(node: Node) -> FourBit | str:
-    """The 4-bit linear that a node stands for, or in one sentence why it is none.
-
-    `node` is the call of gemm_4bit, of dequantize_4bit, or of autograd_function_apply.
-    """
+    """The 4-bit linear that a node stands for (one for which `is_four_bit_site` holds), or why it is none."""
     try:
         if _is_function_apply(node):
             return _read_function(node)
@@ -374,9 +370,8 @@ def _static(n: Any) -> int | None:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, Node):
-        value = value.meta.get("example_value")
-    return isinstance(value, (int, torch.SymInt, torch.SymBool)) or value == ("number",)
+    known = value.meta.get("example_value") if isinstance(value, Node) else value
+    return isinstance(known, (int, torch.SymInt, torch.SymBool)) or (isinstance(known, tuple) and "number" in known)
 
 
 def _is_function_apply(node: Node) -> bool:

@@ -2,128 +2,40 @@
 
 An adapted layer is a sum, base(x) + s·linear(linear(drop(x), A), B), with casts anywhere between. What shares x is
 gathered in a group and becomes one operator: q, k and v, gate and up. A 4-bit layer without an adapter is a site too.
-
-Shapes: K in_features, N out_features, R rank.
+What an adapter and a layer look like is in `_adapters.py`, what a 4-bit product looks like in `_bitsandbytes.py`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from ..kernels import lora_nf4 as kernels
+from ._adapters import (
+    FLOATS,
+    Adapter,
+    Layer,
+    bias_of,
+    is_gather,
+    is_product,
+    joined,
+    read_adapter,
+    refuse_base,
+    uncast,
+    unscaled,
+)
 from ._bitsandbytes import FourBit, is_four_bit_site, read_four_bit
 from ._fusion import Emitter, Fusion, Value, View, static_bytes
 
 NAME = "lora_nf4"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MANTISSA_AND_RANGE = {torch.float16: (10, 5), torch.bfloat16: (7, 8), torch.float32: (23, 8), torch.float64: (52, 11)}
-
-
-@dataclass
-class _Adapter:
-    """s·linear(linear(drop(x), A), B): what is added to a layer's output."""
-
-    x: Value
-    lora_a: Value
-    lora_b: Value
-    scaling: float
-    bias: Value | None
-    dropout: Value | None
-    dtype: torch.dtype
-    values: list[Value]
-
-
-@dataclass
-class _Layer:
-    """One layer as the operator needs it. `site` is where it is reported, `root` what the operator replaces."""
-
-    site: Value
-    root: Value
-    x: Value
-    base: Value
-    four_bit: FourBit | None
-    weight: Value | None
-    bias: Value | None
-    base_dtype: torch.dtype
-    adapter: _Adapter | None
-    interior: list[Value] = field(default_factory=list)
-
-    def kind(self) -> tuple[Any, ...]:
-        """Layers of one kind and one x can share an operator."""
-        a, q = self.adapter, self.four_bit
-        bias = None if self.bias is None else self.bias.dtype
-        base = ("none", self.weight.dtype) if q is None else (q.quant_type, q.blocksize, bool(q.nested))
-        adapter = None if a is None else (a.dtype, a.dropout is not None and a.dropout.args[1], a.bias is None)
-        # The gradients of a group are computed together, so its layers must agree in having one.
-        return id(self.x), base, self.base_dtype, bias, adapter, self.root.dtype, self.root.requires_grad
-
+# Parts of the names of functions that draw random numbers.
+_DRAWS = ("drop", "rand", "bernoulli", "normal", "uniform", "exponential", "cauchy", "geometric", "poisson", "multinom")
 
 # --- reading -------------------------------------------------------------------------------------------------------
-
-
-def _sources(value: Value) -> list[Value]:
-    """The value and what it may be computed from by one cast: the outermost cast, then those that lose nothing."""
-    found = [value]
-    while value.op == "convert" and isinstance(value.args[0], Value):
-        inner = value.args[0]
-        if len(found) > 1 and not _keeps_all(inner.dtype, value.dtype):
-            break
-        found.append(inner)
-        value = inner
-    return found
-
-
-def _keeps_all(source: torch.dtype | None, target: torch.dtype | None) -> bool:
-    a, b = _MANTISSA_AND_RANGE.get(source), _MANTISSA_AND_RANGE.get(target)  # type: ignore[arg-type]
-    return a is not None and b is not None and a[0] <= b[0] and a[1] <= b[1]
-
-
-def _uncast(value: Value, passed: list[Value]) -> Value:
-    """What is under casts between floating dtypes; the casts are added to `passed`."""
-    while value.op == "convert" and value.dtype in _FLOATS and value.args[0].dtype in _FLOATS:
-        passed.append(value)
-        value = value.args[0]
-    return value
-
-
-def _adapter(value: Value) -> _Adapter | None:
-    """The adapter whose output, cast or not, is `value`."""
-    values: list[Value] = []
-    value, scaling = _uncast(value, values), 1.0
-    if value.op == "mul" and isinstance(value.args[1], (int, float)):
-        values.append(value)
-        scaling, value = float(value.args[1]), _uncast(value.args[0], values)
-    if value.op != "linear":
-        return None
-    outer, inner = value, _uncast(value.args[0], values)
-    values.append(outer)
-    if inner.op != "linear" or inner.args[2] is not None or inner.dtype is None:
-        return None
-    values.append(inner)
-    x, dropout = inner.args[0], None
-    under = _uncast(x, dropped := [])
-    if under.op == "dropout":
-        # A cast after dropout: the mask falls on the same elements, so the operator may cast first.
-        values += [*dropped, under]
-        x, dropout = under.args[0], under
-    lora_a, lora_b = (_sources(w)[-1] for w in (inner.args[1], outer.args[1]))
-    if not _is_low_rank(lora_a, lora_b):
-        return None
-    return _Adapter(x, lora_a, lora_b, scaling, outer.args[2], dropout, inner.dtype, values)
-
-
-def _is_low_rank(lora_a: Value, lora_b: Value) -> bool:
-    shapes = (*lora_a.shape, *lora_b.shape)
-    if len(lora_a.shape) != 2 or len(lora_b.shape) != 2 or not all(isinstance(n, int) for n in shapes):
-        return False
-    trained = lora_a.requires_grad or lora_b.requires_grad
-    return trained and lora_a.shape[0] == lora_b.shape[1] and lora_a.shape[0] < max(lora_a.shape[1], lora_b.shape[0])
 
 
 class _Reader:
@@ -133,6 +45,7 @@ class _Reader:
         self.view = view
         self.four_bits: dict[int, FourBit | str] = {}
         self.calls: dict[int, Node] = {}
+        self.reported: set[int] = set()  # products that are part of a layer, or of the reason why there is none
         for value in view.values:
             for node in value.nodes:
                 if node.op == "call_function" and is_four_bit_site(node):
@@ -140,131 +53,110 @@ class _Reader:
                     result = value if isinstance(found, str) else view.of(found.result)
                     self.four_bits[id(result)], self.calls[id(result)] = found, node
 
-    def layers(self) -> Iterator[_Layer | tuple[Value, str]]:
+    def layers(self) -> Iterator[Layer | tuple[Value, str]]:
         """Every site: a layer, or why it is none."""
-        taken: set[int] = set()
-        for value in list(self.view.values):
+        values = list(self.view.values)
+        for value in values:
             if value.op == "add" and value.nodes and all(isinstance(a, Value) for a in value.args):
-                for base, up in (value.args, value.args[::-1]):
-                    adapter = _adapter(up)
-                    if adapter is None or id(adapter.values[-1]) in taken:
-                        continue
-                    layer = self._adapted(value, base, adapter)
-                    if isinstance(layer, _Layer):
-                        taken |= {id(adapter.values[-1]), id(layer.base)}
-                        yield layer
-                        break
-        yield from self._rest(taken)
-
-    def _rest(self, taken: set[int]) -> Iterator[_Layer | tuple[Value, str]]:
-        """4-bit layers without an adapter, and adapters that are part of no layer."""
-        for value in list(self.view.values):
-            if value.op == "linear" and value.nodes and (adapter := _adapter(value)) is not None:
-                if adapter.values[-1] is not None and id(adapter.values[-1]) not in taken and adapter.scaling == 1.0:
-                    yield value, self._why_not(value)
-            elif value.op == "linear" and value.nodes and _from_embedding(value):
-                yield value, "an adapter of an embedding is a gather, not a product"
-            found = self.four_bits.get(id(value))
-            if isinstance(found, str):
-                yield value, found
-            elif found is not None and id(value) not in taken:
-                layer = self._base(value, value, None)
+                yield from self._sum(value)
+        for value in values:
+            if id(value) in self.reported or not value.nodes:
+                continue
+            if is_product(value) and read_adapter(value) is not None:
+                if (way := self._way_to_a_layer(value)) is not None:
+                    yield value, f"the adapter's output meets the layer's through {way}, not only a sum"
+            elif (found := self.four_bits.get(id(value))) is not None:
+                layer = found if isinstance(found, str) else self._checked(self._base(value, value, None))
                 yield (value, layer) if isinstance(layer, str) else layer
 
-    def _why_not(self, outer: Value) -> str:
-        """The reason nearest to the sum that an adapter ends in."""
-        reason = "the adapter's output is not added to a linear layer's"
-        reached = {id(outer)}
-        for value in self.view.values:
-            if not any(id(i) in reached for i in value.inputs()):
+    def _sum(self, total: Value) -> Iterator[Layer | tuple[Value, str]]:
+        """The layer that a sum is; if an adapter is added and it is none, why."""
+        reasons: list[str] = []
+        for base, up in (total.args, total.args[::-1]):
+            adapter = read_adapter(up)
+            if adapter is None:
+                outer = unscaled(up)[0]
+                if is_gather(uncast(base)) and outer.op == "linear" and is_gather(outer.args[0]):
+                    reasons.append("an adapter of an embedding is a gather, not a product")
                 continue
-            if value.op in ("convert", "mul"):
-                reached.add(id(value))
-            elif value.op == "add" and all(isinstance(a, Value) for a in value.args):
-                for base, up in (value.args, value.args[::-1]):
-                    adapter = _adapter(up)
-                    if adapter is not None and adapter.values[-1] is not outer and outer in adapter.values:
-                        layer = self._adapted(value, base, adapter)
-                        reason = layer if isinstance(layer, str) else reason
-        return reason
+            layer = self._checked(self._adapted(total, base, adapter))
+            self.reported.add(id(adapter.outer))
+            if isinstance(layer, Layer):
+                self.reported.add(id(layer.base))
+                yield layer
+                return
+            if isinstance(self.four_bits.get(id(uncast(base))), str):
+                self.reported.add(id(uncast(base)))
+            reasons.append(layer)
+        if reasons:
+            yield total, reasons[0]
 
-    def _adapted(self, total: Value, base: Value, adapter: _Adapter) -> _Layer | str:
-        """The layer whose output is `total` = base + adapter."""
-        passed: list[Value] = []
-        under = _uncast(base, passed)
-        layer = self._base(total, under, adapter)
+    def _way_to_a_layer(self, outer: Value) -> str | None:
+        """The operation by which an adapter's output meets that of a frozen layer, if it does."""
+        reached: dict[int, str | None] = {id(outer): None}
+        for value in self.view.values:
+            parts = value.inputs()
+            came = [reached[id(p)] for p in parts if id(p) in reached]
+            if not came or value.op not in ("convert", "mul", "neg", "div", "dropout", "add", "sub"):
+                continue
+            if len(parts) > 1 and any(self._is_frozen(p) for p in parts):
+                return came[0] or value.op
+            scales = value.op == "convert" or (value.op == "mul" and len(parts) == 1)
+            reached[id(value)] = came[0] or (None if scales else value.op)
+        return None
+
+    def _is_frozen(self, value: Value) -> bool:
+        value = unscaled(value)[0]
+        return id(value) in self.four_bits or (is_product(value) and not value.args[1].requires_grad)
+
+    def _checked(self, layer: Layer | str) -> Layer | str:
+        """The layer, unless the graph around it forbids."""
         if isinstance(layer, str):
             return layer
-        users = {id(self.view.of(u)): self.view.of(u) for u in self.view.users(total) if u.op != "output"}
-        returned = any(u.op == "output" for u in self.view.users(total))
-        if len(users) == 1 and not returned and (only := next(iter(users.values()))).op == "convert":
+        reason = self.view.unsafe(layer.root, layer.interior)
+        if reason is None and layer.adapter is not None and _used_elsewhere(self.view, [layer.base], layer.interior):
+            reason = "the layer's output without its adapter is used elsewhere as well"
+        return reason or layer
+
+    def _adapted(self, total: Value, base: Value, adapter: Adapter) -> Layer | str:
+        """The layer whose output is `total` = base + adapter."""
+        passed: list[Value] = []
+        layer = self._base(total, uncast(base, passed), adapter)
+        if isinstance(layer, str):
+            return layer
+        readers = self.view.users(total)
+        followed = {id(v): v for v in (self.view.of(u) for u in readers if u.op != "output")}
+        if len(followed) == 1 and all(u.op != "output" for u in readers):
+            (only,) = followed.values()
             # `total` is only an intermediate: 16-bit layers with float32 adapters are added in float32 and cast back.
-            if only.dtype in _FLOATS and only.nodes:
+            if only.op == "convert" and only.dtype in FLOATS and only.nodes:
                 layer.root = only
-                passed.append(total)
-        layer.interior += [total, *passed, *adapter.values]
+        layer.interior += [total, *passed, *adapter.values, *adapter.casts]
         return layer
 
-    def _base(self, root: Value, base: Value, adapter: _Adapter | None) -> _Layer | str:
+    def _base(self, root: Value, base: Value, adapter: Adapter | None) -> Layer | str:
         """The frozen layer, with or without what is added to it."""
-        four_bit = self.four_bits.get(id(base))
+        four_bit, weight = self.four_bits.get(id(base)), None
         if isinstance(four_bit, str):
             return four_bit
         if four_bit is not None:
-            x, bias, weight = self.view.of(four_bit.x), four_bit.bias, None
-            bias = None if bias is None else self.view.of(bias)
-        elif base.op == "linear":
-            x, weight, bias = base.args
+            x = self.view.of(four_bit.x)
+            bias = None if four_bit.bias is None else self.view.of(four_bit.bias)
+        elif is_product(base):
+            (x, weight), bias = base.args[:2], bias_of(base)
+        elif base.op == "add" and any(isinstance(a, Value) and read_adapter(a) for a in base.args):
+            return "it is a second adapter on one layer"
         else:
             name = base.args[0] if base.op == "opaque" else base.op
             return f"the base layer is {name}, neither a linear layer nor a 4-bit product"
-        reason = _refuse_base(x, weight, bias, four_bit, adapter)
-        if reason is not None:
-            return reason
-        source = x
-        if adapter is not None:
-            ours = {id(v) for v in _sources(adapter.x)}
-            common = [v for v in _sources(x) if id(v) in ours]
-            if not common:
-                return f"the adapter reads {adapter.x} and the layer {x}"
-            source = common[0]
-        return _Layer(root, root, source, base, four_bit, weight, bias, x.dtype, adapter, [base])  # type: ignore[arg-type]
+        layer = Layer(root, root, x, base, four_bit, weight, base.op == "matmul", bias, x.dtype, adapter, [base])  # type: ignore[arg-type]
+        reason = refuse_base(layer, adapter)
+        return reason or (layer if adapter is None else joined(layer, adapter))
 
 
-def _refuse_base(
-    x: Value, weight: Value | None, bias: Value | None, four_bit: FourBit | None, adapter: _Adapter | None
-) -> str | None:
-    if x.dtype not in _FLOATS or not x.shape or not isinstance(x.shape[-1], int):
-        return f"no kernel for an input of {x.dtype} {x.shape}"
-    if weight is not None:
-        if len(weight.shape) != 2 or not all(isinstance(n, int) for n in weight.shape):
-            return f"the base layer's weight has shape {weight.shape}"
-        if weight.requires_grad:
-            return "the base layer's weight is trained as well"
-        if weight.dtype != x.dtype:
-            return f"no kernel for an input of {x.dtype} with a weight of {weight.dtype}"
-    if four_bit is not None:
-        if not four_bit.differentiable and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            return "the base product is computed without gradients, and something in it has one"
-        if adapter is None and not four_bit.differentiable:
-            return "a 4-bit product without an adapter or a gradient is left to bitsandbytes"
-        if x.dtype == torch.float64:
-            return "bitsandbytes has no float64"
-    N, K = four_bit.shape if four_bit is not None else weight.shape  # type: ignore[union-attr]
-    if K != x.shape[-1]:
-        return f"the input has {x.shape[-1]} features and the weight {K}"
-    if adapter is not None and (adapter.lora_a.shape[1], adapter.lora_b.shape[0]) != (K, N):
-        return f"the adapter maps {adapter.lora_a.shape[1]} to {adapter.lora_b.shape[0]} features, the layer {K} to {N}"
-    biases = [b for b in (bias, adapter.bias if adapter else None) if b is not None]
-    if any(len(b.shape) != 1 or b.shape[0] != N or b.dtype not in _FLOATS for b in biases):
-        return f"the bias has shape {biases[0].shape}"
-    return None
-
-
-def _from_embedding(value: Value) -> bool:
-    source = _uncast(value.args[0], [])
-    named = source.op == "opaque" and source.args[0] == "embedding"
-    return named and value.args[1].requires_grad and source.shape[-1] < value.shape[-1]
+def _used_elsewhere(view: View, values: list[Value], known: list[Value]) -> bool:
+    ids = {id(v) for v in known}
+    return any(u.op == "output" or id(view.of(u)) not in ids for v in values for u in view.users(v))
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -273,27 +165,53 @@ def _from_embedding(value: Value) -> bool:
 def fuse_lora(view: View) -> None:
     """Every adapted or 4-bit linear layer; those that share x together."""
     reader = _Reader(view)
-    groups: dict[Any, list[_Layer]] = {}
+    groups: dict[Any, list[Layer]] = {}
     for found in reader.layers():
-        if not isinstance(found, _Layer):
+        if isinstance(found, Layer):
+            groups.setdefault(found.kind(), []).append(found)
+        else:
             view.refused(NAME, *found)
-            continue
-        reason = view.unsafe(found.root, found.interior)
-        if reason is not None:
-            view.refused(NAME, found.site, reason)
-            continue
-        groups.setdefault(found.kind(), []).append(found)
     for group in groups.values():
-        if _replace(view, reader, group) is None:
-            continue
-        for layer in group:  # together they do not fit; perhaps each alone
-            reason = _replace(view, reader, [layer])
-            if reason is not None:
-                view.refused(NAME, layer.site, reason)
+        for part in _parts(reader, group):
+            if _replace(view, reader, part) is None:
+                continue
+            for layer in part:  # together they do not fit; perhaps each alone
+                reason = _replace(view, reader, [layer])
+                if reason is not None:
+                    view.refused(NAME, layer.site, reason)
 
 
-def _replace(view: View, reader: _Reader, group: list[_Layer]) -> str | None:
-    reason = view.replace(NAME, [layer.root for layer in group], lambda emit: _emit(view, group, emit))
+def _parts(reader: _Reader, group: list[Layer]) -> list[list[Layer]]:
+    """The group; apart if drawing their masks together would exchange them with something else that is drawn."""
+    if group[0].dropout is None or len(group) == 1:
+        return [group]
+    group = sorted(group, key=lambda layer: layer.dropout.nodes[0])  # type: ignore[union-attr]
+    own = {node for layer in group for node in layer.dropout.nodes}  # type: ignore[union-attr]
+    x = group[0].x if group[0].x.nodes else group[0].x.inputs()[0]  # a cast that autocast hides is at no place
+    node, last = x.nodes[0], max(layer.root.nodes[0] for layer in group)
+    deterministic = {*own, *reader.calls.values()}
+    while node is not last:
+        node = node.next
+        if node not in deterministic and _draws(node):
+            return [[layer] for layer in group]
+    return [group]
+
+
+def _draws(node: Node) -> bool:
+    """Does the node, or a body it runs, draw random numbers: is it not known that it does not?"""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        return True
+    name = str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+    return any(part in name for part in _DRAWS) or bool(node.kwargs.get("dropout_p"))
+
+
+def _replace(view: View, reader: _Reader, group: list[Layer]) -> str | None:
+    interior = [v for layer in group for v in layer.interior]
+    if _used_elsewhere(view, [v for layer in group for v in layer.drawn_once], interior):
+        return "what the adapter makes of the input after dropout is used elsewhere as well"
+    reason = view.replace(NAME, [layer.root for layer in group], lambda emit: _emit(group, emit))
     if reason is not None:
         return reason
     saved = static_bytes([group[0].x]) if any(layer.adapter for layer in group) else 0
@@ -305,7 +223,7 @@ def _replace(view: View, reader: _Reader, group: list[_Layer]) -> str | None:
     return None
 
 
-def _words(group: list[_Layer]) -> str:
+def _words(group: list[Layer]) -> str:
     """What the report says of a fused layer: the form of its weight, its group, the kernel that was measured best."""
     first, tokens = group[0], 1
     for n in first.x.shape[:-1]:
@@ -324,26 +242,28 @@ def _words(group: list[_Layer]) -> str:
     return f"{words}; {kernel}"
 
 
-def _emit(view: View, group: list[_Layer], emit: Emitter) -> list[Node]:
+def _emit(group: list[Layer], emit: Emitter) -> list[Node]:
     first = group[0]
     adapters = [layer.adapter for layer in group if layer.adapter is not None]
-    dropout, keep = 0.0, []
-    if adapters and adapters[0].dropout is not None:
-        dropout = adapters[0].dropout.args[1]
-        for adapter in adapters:
-            source = adapter.dropout.args[0]  # type: ignore[union-attr]
+    masks: dict[int, Node] = {}
+    drops = [layer.dropout for layer in group if layer.dropout is not None]
+    for drop in drops:
+        if id(drop) not in masks:
             # The operator that dropout itself becomes: it draws what would have been drawn.
-            keep.append(emit.item(emit.call(torch.native_dropout, source, dropout, True), 1))
+            masks[id(drop)] = emit.item(emit.call(torch.native_dropout, *drop.args, True), 1)
+    keep, dropout = [masks[id(drop)] for drop in drops], drops[0].args[1] if drops else 0.0
+    stored = lambda w, transposed: emit.call("t", w) if transposed else w  # noqa: E731
     fours = [layer.four_bit for layer in group if layer.four_bit is not None]
     quant_type, blocksize = (fours[0].quant_type, fours[0].blocksize) if fours else ("none", 0)
-    weights = [_stored(q.codes) for q in fours] or [layer.weight for layer in group]
-    sizes = [q.shape[0] for q in fours] or [layer.weight.shape[0] for layer in group]  # type: ignore[union-attr]
+    weights = [_stored(q.codes) for q in fours]
+    weights = weights or [stored(layer.weight, layer.transposed) for layer in group]
     biases = [_bias(layer, emit) for layer in group]
     out = emit.call(
         kernels.lora_linear, first.x, weights, [q.absmax for q in fours], [n for q in fours for n in q.nested],
-        [b for b in biases if b is not None], [a.lora_a for a in adapters], [a.lora_b for a in adapters], keep, sizes,
+        [b for b in biases if b is not None], [stored(a.lora_a, a.transposed[0]) for a in adapters],
+        [stored(a.lora_b, a.transposed[1]) for a in adapters], keep, [layer.shape()[0] for layer in group],
         [a.scaling for a in adapters], dropout, quant_type, blocksize, first.base_dtype,
-        adapters[0].dtype if adapters else first.base_dtype, first.root.dtype,
+        adapters[0].inner.dtype if adapters else first.base_dtype, first.root.dtype,
     )  # fmt: skip
     return [emit.item(out, i) for i in range(len(group))]
 
@@ -357,7 +277,7 @@ def _stored(codes: Node) -> Node:
     return codes
 
 
-def _bias(layer: _Layer, emit: Emitter) -> Node | Value | None:
+def _bias(layer: Layer, emit: Emitter) -> Node | Value | None:
     """The layer's bias, the adapter's own in it: s·(u·Bᵀ + b) adds s·b to every row."""
     adapter = layer.adapter
     if adapter is None or adapter.bias is None:

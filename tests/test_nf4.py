@@ -3,8 +3,6 @@
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-import torch.nn.functional as F
-from _oracle import assert_as_accurate
 from fused_backend.kernels import _nf4
 from fused_backend.kernels._nf4 import Quantized
 from hypothesis import given, settings
@@ -17,7 +15,7 @@ SHAPES = [
     pytest.param((7, 257), id="odd-number-of-elements"),
     pytest.param((61, 130), id="blocks-cross-rows"),
     pytest.param((64, 128), id="aligned"),
-    pytest.param((5, 4104), id="several-programs-the-last-block-short"),
+    pytest.param((3, 2731), id="two-programs-and-one-element-left"),
 ]
 DECODERS = (_nf4.decode_reference, _nf4.decode)
 
@@ -100,7 +98,7 @@ def test_decode_into_any_buffer(layout, device):
     assert_same_bits(out, expected)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 70),
     cols=st.integers(1, 70) | st.sampled_from([128, 255, 256]),
@@ -139,37 +137,40 @@ def test_nan_and_inf_go_where_the_product_sends_them(device):
 
 
 def assert_products(q, dtype, T, out_dtype, device, x=None, dy=None):
-    """Both products as accurate as torch's on the decoded weight."""
-    (N, K), w = q.shape, _nf4.decode_reference(q, dtype)
+    """Both products against float64, with the decoded weight; what float32 sums and one rounding may lose."""
+    (N, K), w = q.shape, _nf4.decode_reference(q, dtype).double()
     x = torch.randn(T, K, device=device).to(dtype) if x is None else x
     dy = torch.randn(T, N, device=device).to(dtype) if dy is None else dy
     assert _nf4.supports_small(q, T)
-    for what, ours, a, b in (
-        ("y", _nf4.matmul_small(x, q, out_dtype), x, w.T),
-        ("dx", _nf4.matmul_small_transposed(dy, q, out_dtype), dy, w),
+    for ours, a, b in (
+        (_nf4.matmul_small(x, q, out_dtype), x.double(), w.T),
+        (_nf4.matmul_small_transposed(dy, q, out_dtype), dy.double(), w),
     ):
-        wide = torch.promote_types(dtype, out_dtype)
-        assert_as_accurate(ours, (a.to(wide) @ b.to(wide)).to(out_dtype), a.double() @ b.double(), what=what)
+        truth, terms = a @ b, a.abs() @ b.abs()
+        lost = torch.finfo(torch.float32).eps * len(b) ** 0.5 * terms + torch.finfo(out_dtype).eps * truth.abs()
+        assert ours.dtype is out_dtype
+        assert ((ours - truth).abs() <= lost).all()
 
 
 SMALL_SHAPES = [
     pytest.param((97, 192), 64, id="odd-N"),
     pytest.param((64, 256), 4096, id="blocks-cross-rows"),
-    pytest.param((577, 64), 64, id="one-part"),
-    pytest.param((33, 352), 32, id="a-short-last-tile"),
+    pytest.param((20, 64), 64, id="one-part"),
+    pytest.param((70, 672), 32, id="many-tiles-the-last-short"),
+    pytest.param((1, 320), 32, id="one-column"),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize(("T", "nested"), [(1, True), (7, False), (16, True), (31, False)])
 @pytest.mark.parametrize(("shape", "blocksize"), SMALL_SHAPES)
-@pytest.mark.parametrize("T", [1, 7, 16, 31])
-def test_small_products(dtype, nested, shape, blocksize, T, device):
+def test_small_products(dtype, T, nested, shape, blocksize, device):
     q, _ = quantize(shape, device, blocksize=blocksize, nested=nested)
     assert_products(q, dtype, T, dtype, device)
 
 
 def test_small_products_of_fp4_with_float32_results(device):
+    """Tight enough to see that W is rounded to float16 first."""
     q, _ = quantize((97, 192), device, "fp4", nested=True)
     assert_products(q, torch.float16, 7, torch.float32, device)
 
@@ -178,13 +179,6 @@ def test_small_products_of_strided_rows(device):
     q, _ = quantize((70, 128), device)
     x, dy = torch.randn(7, 140, device=device)[:, 3:131], torch.randn(70, 7, device=device).T
     assert_products(q, torch.float32, 7, torch.float32, device, x, dy)
-
-
-def test_small_products_of_one_row_and_a_weight_of_one_row(device):
-    q, expected = quantize((1, 320), device)
-    x, dy = torch.randn(1, 320, device=device), torch.randn(1, 1, device=device)
-    torch.testing.assert_close(_nf4.matmul_small(x, q, torch.float32), x @ expected.T)
-    torch.testing.assert_close(_nf4.matmul_small_transposed(dy, q, torch.float32), dy @ expected)
 
 
 def test_small_products_are_parts_of_the_whole(device):
@@ -240,7 +234,6 @@ def test_small_products_at_model_size(dtype, shape, T, device):
     x = torch.randn(T, shape[1], device=device).to(dtype)
     y = _nf4.matmul_small(x, q, dtype)
     assert all(torch.equal(_nf4.matmul_small(x, q, dtype), y) for _ in range(5))
-    torch.testing.assert_close(y, F.linear(x, _nf4.decode(q, dtype)), rtol=2e-2, atol=1.0)
 
 
 @pytest.mark.gpu

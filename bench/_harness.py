@@ -27,11 +27,12 @@ import torch  # noqa: E402
 RESULTS = _ROOT / "bench" / "results"
 
 
-def time_us(fn: Callable[[], Any], runs: int | None = None) -> float:
+def time_us(fn: Callable[[], Any], runs: int | None = None, head_start_ms: int = 1) -> float:
     """Median GPU time of `fn` in microseconds; L2 is flushed before every run.
 
     The GPU sleeps before the clock starts, so that what `fn` launches is queued by then: in a training step the CPU
-    runs ahead too, and launch overhead of small kernels would otherwise be all that is seen.
+    runs ahead too, and launch overhead of small kernels would otherwise be all that is seen. `fn`s of many launches
+    need a longer head start.
     """
     for _ in range(3):
         fn()
@@ -45,7 +46,7 @@ def time_us(fn: Callable[[], Any], runs: int | None = None) -> float:
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
     for begin, end in events:
         flush.zero_()
-        torch.cuda._sleep(2_000_000)  # cycles: about one millisecond
+        torch.cuda._sleep(2_000_000 * head_start_ms)  # cycles
         begin.record()
         fn()
         end.record()

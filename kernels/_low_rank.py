@@ -17,6 +17,7 @@ from ..derivations import lora_nf4 as formulas
 from ._launch import cdiv, inline, next_power_of_2, tl, triton
 
 MAX_RANK = 128
+EXTENDED = {"BLOCK_T": 64, "BLOCK_N": 256, "num_warps": 4, "num_stages": 3}
 
 _updated = inline(formulas.updated)
 _dropped = inline(formulas.dropped)
@@ -72,11 +73,15 @@ def update_reference(base: Tensor, u: Tensor, v: Tensor, scaling: float, drop: D
 
 
 @triton.jit
-def _drop(z, bits_ptr, row, cols, mask, bits_stride, drop_scale):
-    """Zero what dropout dropped of a tile, scale what it kept; `bits_ptr` is at the tile's first row."""
-    byte = tl.load(bits_ptr + row[:, None] * bits_stride + (cols // 8)[None, :], mask=mask, other=0).to(tl.int32)
-    keep = (byte >> (cols % 8)[None, :]) & 1
-    return _dropped(z, keep.to(z.dtype), drop_scale)
+def _drop(z, bits_ptr, row, exists, first, N, bits_stride, drop_scale):
+    """Zero what dropout dropped of a tile, scale what it kept. `first`: its first column."""
+    BLOCK_T: tl.constexpr = z.shape[0]
+    BLOCK_N: tl.constexpr = z.shape[1]
+    byte = first // 8 + tl.arange(0, BLOCK_N // 8)
+    mask = exists & (byte * 8 < N)[None, :]
+    bits = tl.load(bits_ptr + row[:, None] * bits_stride + byte[None, :], mask=mask, other=0).to(tl.int32)
+    keep = (bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    return _dropped(z, tl.reshape(keep, (BLOCK_T, BLOCK_N)).to(z.dtype), drop_scale)
 
 
 # One program: eight columns to a byte, BLOCK bytes of one row.
@@ -88,6 +93,15 @@ def pack_kernel(keep_ptr, bits_ptr, cols, bytes_per_row, BLOCK: tl.constexpr):
     keep = tl.load(keep_ptr + row * cols + col, mask=col < cols, other=0).to(tl.int32)
     packed = tl.sum(keep << tl.arange(0, 8)[None, :], axis=1)
     tl.store(bits_ptr + row * bytes_per_row + byte, packed.to(tl.uint8), mask=byte < bytes_per_row)
+
+
+# One program: BLOCK words of eight booleans, where a row is whole words.
+@triton.jit(do_not_specialize=["n"])
+def pack_words_kernel(words_ptr, bits_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + at, mask=at < n, other=0)
+    # Byte i of a word is 0 or 1; the product puts its bit at 56 + i and nothing else above bit 55.
+    tl.store(bits_ptr + at, ((words * 0x0102040810204080) >> 56).to(tl.uint8), mask=at < n)
 
 
 # Offsets inside a tile are 32-bit, that of its first row is 64-bit; loop counters are 32-bit and count tiles, so that
@@ -134,11 +148,13 @@ def down_kernel(
             tl.store(extended_ptr + row[:, None] * extended_stride + cols[None, :], z, mask=mask)
         z = z.to(dtype)
         if DROPOUT:
-            z = _drop(z, bits_ptr, row, cols, mask, bits_stride, tl.cast(drop_scale, tl.float32).to(dtype))
+            scale = tl.cast(drop_scale, tl.float32).to(dtype)
+            z = _drop(z, bits_ptr, row, exists, at * BLOCK_N, N, bits_stride, scale)
         v_mask = (ranks[:, None] < R) & (cols[None, :] < N)
         v = tl.load(v_ptr + ranks[:, None] * N + cols[None, :], mask=v_mask, other=0.0)
-        u = tl.dot(z, tl.trans(v), u, input_precision="ieee")
-    u *= tl.cast(scaling, tl.float32)
+        # Scaled here, not after the loop, so that each product is waited for: a tile that went through registers has one
+        # place in shared memory, and triton 3.6 fills it anew while an asynchronous product still reads it.
+        u += tl.dot(z, tl.trans(v), input_precision="ieee") * tl.cast(scaling, tl.float32)
     u_ptr += (tl.program_id(1).to(tl.int64) * T + first) * R
     u_mask = exists & (ranks[None, :] < R)
     tl.store(u_ptr + row[:, None] * R + ranks[None, :], u.to(u_ptr.dtype.element_ty), mask=u_mask)
@@ -161,6 +177,7 @@ def outer_kernel(
     z_stride,
     bits_stride,
     tiles_per_part,
+    scaling,
     drop_scale,
     DROPOUT: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -179,10 +196,10 @@ def outer_kernel(
         z = tl.load(z_ptr + first * z_stride + row[:, None] * z_stride + cols[None, :], mask=mask, other=0.0).to(dtype)
         if DROPOUT:
             scale = tl.cast(drop_scale, tl.float32).to(dtype)
-            z = _drop(z, bits_ptr + first * bits_stride, row, cols, mask, bits_stride, scale)
+            z = _drop(z, bits_ptr + first * bits_stride, row, exists, tl.program_id(0) * BLOCK_N, N, bits_stride, scale)
         u_mask = exists & (ranks[None, :] < R)
         u = tl.load(u_ptr + first * u_stride + row[:, None] * u_stride + ranks[None, :], mask=u_mask, other=0.0)
-        out = tl.dot(tl.trans(u), z, out, input_precision="ieee")
+        out += tl.dot(tl.trans(u), z, input_precision="ieee") * tl.cast(scaling, tl.float32)  # waited for, as above
     mask = (ranks[:, None] < R) & (cols[None, :] < N)
     out_ptr += tl.program_id(1).to(tl.int64) * R * N
     tl.store(out_ptr + ranks[:, None] * N + cols[None, :], out, mask=mask)
@@ -228,7 +245,7 @@ def update_kernel(
         up = tl.dot(u, v, up, input_precision="ieee")
     if DROPOUT:
         scale = tl.cast(drop_scale, tl.float32)
-        up = _drop(up, bits_ptr + first * bits_stride, row, cols, mask, bits_stride, scale)
+        up = _drop(up, bits_ptr + first * bits_stride, row, exists, tl.program_id(0) * BLOCK_N, N, bits_stride, scale)
     out = _updated(base.to(tl.float32), tl.cast(scaling, tl.float32), up)
     at = out_ptr + first * out_stride + row[:, None] * out_stride + cols[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -244,7 +261,9 @@ def pack(keep: Tensor) -> Tensor:
     keep = keep.contiguous()
     rows, cols = keep.shape
     bits = torch.empty(rows, cdiv(cols, 8), dtype=torch.uint8, device=keep.device)
-    if bits.numel():
+    if bits.numel() and cols % 8 == 0:
+        pack_words_kernel[(cdiv(bits.numel(), 1024),)](keep.view(torch.int64), bits, bits.numel(), BLOCK=1024)
+    elif bits.numel():
         pack_kernel[(rows, cdiv(bits.shape[1], 128))](keep, bits, cols, bits.shape[1], BLOCK=128)
     return bits
 
@@ -262,6 +281,9 @@ def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: T
     z, v = z if z.stride(1) == 1 else z.contiguous(), v.contiguous()
     block_r = extension(R) if extended is not None else max(16, next_power_of_2(R))
     block_t, block_n = (64, 256) if v.dtype != torch.float32 and block_r <= 64 else (32, 64)
+    launch = {"BLOCK_T": block_t, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 3}
+    if extended is not None:
+        launch, (block_t, block_n) = EXTENDED, (EXTENDED["BLOCK_T"], EXTENDED["BLOCK_N"])
     split = 1 if extended is not None or cdiv(T, block_t) >= 128 else max(1, min(cdiv(N, block_n), 4))
     tiles = cdiv(cdiv(N, block_n), split)
     u = torch.empty(split, T, R, dtype=v.dtype if split == 1 else torch.float32, device=z.device)
@@ -272,7 +294,7 @@ def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: T
     down_kernel[(cdiv(T, block_t), split)](
         z, v, u, beside, bits, T, N, R, z.stride(0), beside.stride(0), bits_stride, tiles, scaling, drop_scale,
         DROPOUT=drop is not None, EXTEND=extended is not None,
-        BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, num_stages=3,
+        BLOCK_R=block_r, **launch,
     )  # fmt: skip
     return u[0] if split == 1 else u.sum(0).to(v.dtype)
 
@@ -295,7 +317,7 @@ def outer(u: Tensor, z: Tensor, drop: Dropout | None) -> Tensor:
     if out.numel():
         bits, bits_stride, drop_scale = _drop_arguments(drop, z)
         outer_kernel[(cdiv(N, block_n), parts)](
-            u, z, out, bits, T, N, R, u.stride(0), z.stride(0), bits_stride, tiles, drop_scale,
+            u, z, out, bits, T, N, R, u.stride(0), z.stride(0), bits_stride, tiles, 1.0, drop_scale,
             DROPOUT=drop is not None, BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, num_stages=3,
         )  # fmt: skip
     return out[0] if parts == 1 else out.sum(0)

@@ -229,14 +229,16 @@ def _read_function(node: Node) -> FourBit:
     if len(returned) != 2 or not isinstance(returned[1], (tuple, list)):
         raise _Unread("its forward body does not return an output and what the backward needs")
     output, saved = returned
-    if isinstance(output, (tuple, list)) and len(output) == 1:
+    # Torch 2.11 returns the codes as well, as one more output that nothing reads and whose gradient is nothing.
+    others = 0
+    if isinstance(output, (tuple, list)) and output and all(o[0] == "codes" for o in output[1:]):
         users = list(node.users)
         if len(users) != 1 or users[0].target is not operator.getitem or users[0].args[1] != 0:
             raise _Unread("its output is read in another way than once by its index")
-        output, result = output[0], users[0]
+        output, result, others = output[0], users[0], len(output) - 1
     four = _four_bit(output, result, differentiable=True)
 
-    gradients = list(_run(backward, [("dy",), *saved]))
+    gradients = list(_run(backward, [("dy",), *[("nothing",)] * others, *saved]))
     # Older torch lists captured tensors after the function's own and returns gradients for these alone.
     expected = len(operands) if mask is None else sum(map(bool, mask))  # type: ignore[arg-type]
     if len(gradients) != expected or expected > len(operands):
@@ -371,7 +373,7 @@ def _static(n: Any) -> int | None:
 
 def _is_number(value: Any) -> bool:
     known = value.meta.get("example_value") if isinstance(value, Node) else value
-    return isinstance(known, (int, torch.SymInt, torch.SymBool)) or (isinstance(known, tuple) and "number" in known)
+    return isinstance(known, (int, torch.SymInt, torch.SymBool)) or (isinstance(known, tuple) and known == ("number",))
 
 
 def _is_function_apply(node: Node) -> bool:

@@ -25,9 +25,7 @@ class Aliased:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The call draws random numbers: a known op, but two calls are two values."""
-
+class Drawn:  # the call draws random numbers: a known op, but two calls are two values
     op: str
     args: tuple[Any, ...]
 
@@ -150,9 +148,7 @@ def _pow(table, args, kwargs, fake):
     return ("sqrt", (x,)) if exponent == 0.5 else ("pow", (x, exponent))
 
 
-@_rule("square")
-def _square(table, args, kwargs, fake):
-    return "pow", (args[0], 2)
+RULES["square"] = lambda table, args, kwargs, fake: ("pow", (args[0], 2))
 
 
 def _unary(name: str) -> Rule:
@@ -274,9 +270,7 @@ def _transpose(table, args, kwargs, fake):
     return Aliased(args[0]) if a == b else ("transpose", (args[0], a, b))
 
 
-@_rule("t")
-def _t(table, args, kwargs, fake):
-    return "transpose", (args[0], -2, -1)
+RULES["t"] = lambda table, args, kwargs, fake: ("transpose", (args[0], -2, -1))
 
 
 @_rule("permute")

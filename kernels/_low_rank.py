@@ -152,7 +152,7 @@ def down_kernel(
             z = _drop(z, bits_ptr, row, exists, at * BLOCK_N, N, bits_stride, scale)
         v_mask = (ranks[:, None] < R) & (cols[None, :] < N)
         v = tl.load(v_ptr + ranks[:, None] * N + cols[None, :], mask=v_mask, other=0.0)
-        # Scaled here, not after the loop, so that each product is waited for: a tile that went through registers has one
+        # Scaled here, not after the loop, so that each product is waited for: a tile that passed registers has one
         # place in shared memory, and triton 3.6 fills it anew while an asynchronous product still reads it.
         u += tl.dot(z, tl.trans(v), input_precision="ieee") * tl.cast(scaling, tl.float32)
     u_ptr += (tl.program_id(1).to(tl.int64) * T + first) * R

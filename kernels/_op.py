@@ -85,20 +85,23 @@ def remade(op: torch._ops.OpOverload, by: Callable[..., tuple[Any, tuple]] | Non
     REMADE[op] = by
 
 
-def refuse_double_backward(op: torch._ops.OpOverload) -> None:
+def refuse_double_backward(*ops: torch._ops.OpOverload) -> None:
     """Make differentiating a backward operator raise one clear sentence instead of silently giving nothing."""
-    name = op.name()
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            f"{name} has no second derivative. Where gradients of gradients are needed, compile with "
-            f"options={{'fusions': 'none'}} or without backend='fused'"
-        )
+    def refusing(name: str) -> Callable[..., Any]:
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise RuntimeError(
+                f"{name} has no second derivative. Where gradients of gradients are needed, compile with "
+                f"options={{'fusions': 'none'}} or without backend='fused'"
+            )
 
-    define_backward(op, setup_context=setup_context, backward=backward)
+        return backward
+
+    for op in ops:
+        define_backward(op, setup_context=setup_context, backward=refusing(op.name()))
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:

@@ -395,7 +395,6 @@ def _gated_rms_norm_backward(ctx, dy, _):
 define_backward(rms_norm, setup_context=_rms_norm_setup, backward=_rms_norm_backward)
 define_backward(add_rms_norm, setup_context=_add_rms_norm_setup, backward=_add_rms_norm_backward)
 define_backward(gated_rms_norm, setup_context=_gated_rms_norm_setup, backward=_gated_rms_norm_backward)
-refuse_double_backward(rms_norm_bwd)
-refuse_double_backward(gated_rms_norm_bwd)
+refuse_double_backward(rms_norm_bwd, gated_rms_norm_bwd)
 remade(rms_norm)
 remade(add_rms_norm, lambda args, out: (rms_norm, (out(1), *args[2:])))

@@ -82,11 +82,15 @@ def test_imports_point_one_way():
 
 
 def test_no_fusion_is_imported_by_anything_but_its_own_row():
-    """What two fusions share lives in a `_name.py`; the compiler finds fusions by listing the folder."""
+    """What two fusions share lives in a `_name.py`; the compiler finds fusions by listing the folder.
+
+    A row whose kernels take several files keeps them in `_name.py` too, which may then use the row's formulas.
+    """
     wrong = []
     for path in python_files(*SHIPPED):
         for folder, module, line in own_imports(path):
-            if folder != "compiler" and module in FUSIONS and module != path.stem:
+            helper = path.parts[0] == "kernels" and path.stem.startswith("_") and folder == "derivations"
+            if folder != "compiler" and module in FUSIONS and module != path.stem and not helper:
                 wrong.append(f"{path}:{line} imports {folder}/{module}.py")
     assert not wrong
 

@@ -19,11 +19,12 @@ import _harness as harness
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FUSIONS = sorted(p.stem for p in (ROOT / "kernels").glob("[a-z]*.py"))
+PARTS = ("nf4", "low_rank")  # kernels that several files of a row share
 
 
 def run_tests() -> int:
     """The tests of every kernel, and those marked gpu."""
-    files = [str(ROOT / "tests" / f"test_{name}.py") for name in [*FUSIONS, "gpu"]]
+    files = [str(ROOT / "tests" / f"test_{name}.py") for name in [*FUSIONS, *PARTS, "gpu"]]
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=short", "--durations=5", *files]
     try:
         importlib.import_module("xdist")

@@ -66,18 +66,71 @@ def heads() -> list[str]:
 
 
 def steps() -> list[str]:
-    """Whole training steps."""
+    """Whole training steps, every stack beside eager."""
+    lines = []
+    rows = load("model")["rows"]
+    for model, mode, layers in dict.fromkeys((r["model"], r["mode"], r["layers"]) for r in rows):
+        own = [r for r in rows if (r["model"], r["mode"], r["layers"]) == (model, mode, layers)]
+        eager = next(r for r in own if r["stack"] == "eager")
+        lines += [
+            f"| {model} {mode}, {layers} layers, B{eager['batch']} x S{eager['seq']} | ms/step | of eager | peak GiB "
+            "| of eager | first loss | its gradient norm | compile s |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for r in own:
+            if "ms" not in r:
+                lines.append(f"| {r['stack']} | not measured: {r.get('failed', r.get('skipped', ''))} | | | | | | |")
+                continue
+            time, peak = r["ms"] / eager["ms"], r["peak_GiB"] / eager["peak_GiB"]
+            lines.append(
+                f"| {r['stack']} | {r['ms']:.0f} | {time:.2f} | {r['peak_GiB']:.1f} | {peak:.2f} | {r['loss']:.4f} "
+                f"| {r['grad_norm']:.4f} | {r['compile_s']:.0f} |"
+            )
+        lines.append("")
+    return lines[:-1]
+
+
+def two_layers() -> list[str]:
+    """Training steps of two layers."""
     lines = [
         "| training step, Llama-3-8B width, 2 layers, 8192 tokens | eager | Inductor | fused |",
         "|---|---|---|---|",
     ]
-    rows = [r for r in load("model")["rows"] if "ms" in r]
+    rows = [r for r in load("model_2_layers")["rows"] if "ms" in r]
     names = {"full": "all weights trained", "lora": "LoRA r=16 on all linear layers"}
     for train in dict.fromkeys(r["train"] for r in rows):
         found = {r["stack"]: r for r in rows if r["train"] == train}
         stacks = [found.get(name) for name in ("eager", "inductor", "fused")]
         cells = [f"{r['ms']:.1f} ms, {r['peak_GiB']:.1f} GiB" if r else "not measured" for r in stacks]
         lines.append(f"| {names[train]} | {' | '.join(cells)} |")
+    return lines
+
+
+def adapted_layers() -> list[str]:
+    """LoRA on NF4 layer by layer: a ratio to the products that nothing can avoid."""
+    rows = load("lora_nf4")["rows"]
+    stacks = ("eager", "inductor", "fused")
+    lines = [
+        "| LoRA r=16 on NF4, 8192 tokens, time over its bf16 products alone | products, forward + backward µs "
+        "| eager | Inductor | fused | fused, forward alone |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in dict.fromkeys(r["case"] for r in rows if r["part"] == "linear"):
+        found = {r["candidate"]: r for r in rows if r["case"] == case}
+        floor = found["products alone"]
+        ratios = [f"{found[name]['both_over_products']:.2f}" for name in stacks]
+        lines.append(
+            f"| {case.removeprefix('8192 tokens, ')} | {floor['forward_us']:.0f} + {floor['backward_us']:.0f} "
+            f"| {' | '.join(ratios)} | {found['fused']['forward_over_products']:.2f} |"
+        )
+    lines += ["", "| NF4 decode to bf16 | bitsandbytes µs | fused µs | of copy bandwidth |", "|---|---|---|---|"]
+    for case in dict.fromkeys(r["case"] for r in rows if r["part"] == "decode"):
+        found = {r["candidate"]: r for r in rows if r["case"] == case}
+        ours = found["fused"]
+        lines.append(
+            f"| {case} | {found['bitsandbytes']['time_us']:.0f} | {ours['time_us']:.0f} "
+            f"| {ours['of_copy_percent']:.0f} % |"
+        )
     return lines
 
 
@@ -90,7 +143,7 @@ def table() -> str:
     )
     text = [
         f"{where}; repeat with `python bench/on_gpu.py`, all rows in [bench/results](bench/results).",
-        "", *steps(), "", *heads(), "", *memory_bound(),
+        "", *steps(), "", *adapted_layers(), "", *two_layers(), "", *heads(), "", *memory_bound(),
     ]  # fmt: skip
     return "\n".join(text)
 

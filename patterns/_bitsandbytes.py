@@ -220,25 +220,24 @@ def _read_function(node: Node) -> FourBit:
     if not forward or not backward:
         raise _Unread("the bodies of its autograd.Function are not graphs")
     options, operands = dict(node.kwargs), list(node.args[2:])
-    mask = options.pop("args_tensor_mask", None)
-    options.pop("saved_for_backward_idx", None)
+    mask, _ = (options.pop(name, None) for name in ("args_tensor_mask", "saved_for_backward_idx"))
     if changed := [k for k, v in options.items() if v or k not in ("non_differentiable_idx", "dirty_idx")]:
         raise _Unread(f"its autograd.Function is applied with {', '.join(changed)}")
 
-    returned, result = _run(forward, operands), node
+    returned, result, others = _run(forward, operands), node, []
     if len(returned) != 2 or not isinstance(returned[1], (tuple, list)):
         raise _Unread("its forward body does not return an output and what the backward needs")
     output, saved = returned
-    # Torch 2.11 returns the codes as well, as one more output that nothing reads and whose gradient is nothing.
-    others = 0
-    if isinstance(output, (tuple, list)) and output and all(o[0] == "codes" for o in output[1:]):
-        users = list(node.users)
-        if len(users) != 1 or users[0].target is not operator.getitem or users[0].args[1] != 0:
-            raise _Unread("its output is read in another way than once by its index")
-        output, result, others = output[0], users[0], len(output) - 1
+    match output:
+        # torch 2.11 returns the codes as well, as one more output that nothing reads and whose gradient is nothing.
+        case (("linear", *_), *others) if all(isinstance(o, tuple) and o[0] == "codes" for o in others):
+            users = list(node.users)
+            if len(users) != 1 or users[0].target is not operator.getitem or users[0].args[1] != 0:
+                raise _Unread("its output is read in another way than once by its index")
+            output, result = output[0], users[0]
     four = _four_bit(output, result, differentiable=True)
 
-    gradients = list(_run(backward, [("dy",), *[("nothing",)] * others, *saved]))
+    gradients = list(_run(backward, [("dy",), *[("nothing",)] * len(others), *saved]))
     # Older torch lists captured tensors after the function's own and returns gradients for these alone.
     expected = len(operands) if mask is None else sum(map(bool, mask))  # type: ignore[arg-type]
     if len(gradients) != expected or expected > len(operands):

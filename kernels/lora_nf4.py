@@ -96,11 +96,16 @@ def _bytes_moved(
     return nbytes(x, *weight, *absmax, *bias, *lora_a, *lora_b, *keep) + decoded + ys
 
 
+def _forward(on: lora.On, *args: Any) -> list[Tensor]:
+    _check(*args[1:-4])
+    return lora.forward(on, *args)
+
+
 lora_linear = define_op(
     "lora_linear(Tensor x, " + _SHARED.format(bias="Tensor[] bias, ", keep="Tensor[] keep, ")
     + ", ScalarType out_dtype) -> Tensor[]",
-    reference=lambda *args: lora.forward(lora.TORCH, *args),
-    triton=lambda *args: lora.forward(lora.TRITON, *args),
+    reference=lambda *args: _forward(lora.TORCH, *args),
+    triton=lambda *args: _forward(lora.TRITON, *args),
     fake=_fake,
     flops=_flops,
     bytes_moved=_bytes_moved,
@@ -186,7 +191,9 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     das, dbs = ([out.pop(0) for _ in range(n)] if needs_adapters else [None] * len(lora_a) for _ in range(2))
     dbias = out if needs_bias else [None] * len(needs[4])
     frozen = [[None] * len(part) for part in (weight, absmax, nested)]
-    return dx, *frozen, dbias, das, dbs, [None] * ctx.n_keep, *[None] * 8
+    # Torch takes an empty list of numbers for one of tensors, and wants a list back.
+    scaling = None if lora_a else []
+    return dx, *frozen, dbias, das, dbs, [None] * ctx.n_keep, None, scaling, *[None] * 6
 
 
 define_backward(lora_linear, setup_context=_setup_context, backward=_backward)

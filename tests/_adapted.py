@@ -5,9 +5,10 @@ Truth multiplies with the weight as bitsandbytes does, rounded to `base_dtype`: 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import bitsandbytes as bnb
@@ -16,6 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _oracle import assert_as_accurate, exact, leaves, run
+from conftest import HAS_GPU
+from fused_backend.kernels import _lora as lora
 from fused_backend.kernels import _nf4 as nf4
 from torch import Tensor
 
@@ -46,6 +49,11 @@ SIZES = {
     "T=127": Size((127,), 64, 64),
     "T=3x15": Size((3, 15), 35, 4096),
 }
+
+
+ROWS = Size((45,), 50)
+# Layers and x where the size does not matter.
+SMALL, SIX = [(9, 2), (5, 3)], Size((6,), 16)
 
 
 class Case(NamedTuple):
@@ -122,6 +130,12 @@ class Arguments(NamedTuple):
     def trained(self) -> list[Tensor]:
         return [self.x, *self.lora_a, *self.lora_b, *self.bias]
 
+    def gradients(self, cotangents: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Outputs, then the gradient of what requires one; cotangents are ones unless given."""
+        ys = self.outputs()
+        cotangents = [torch.ones_like(y) for y in ys] if cotangents is None else cotangents
+        return [*ys, *torch.autograd.grad(ys, [t for t in self.trained() if t.requires_grad], cotangents)]
+
 
 class Layers:
     """A group of layers. `inputs` are x, then every weight, A, B and bias; all but the weights in several draws."""
@@ -157,15 +171,19 @@ class Layers:
         more = (state.state2.code, state.state2.absmax, state.offset) if nested else ()
         return nf4.Quantized(codes, state.absmax, more, tuple(w.shape), quant_type, self.blocksize), (codes, state)
 
-    def judge(self, fused: Callable[[Arguments], Sequence[Tensor]] = Arguments.outputs) -> None:
+    def peft(self, *inputs: Tensor) -> list[Tensor]:
+        return self._each(self._peft, inputs)
+
+    def fused(self, *inputs: Tensor) -> list[Tensor]:
+        return self._each(lambda *one: self._arguments(*one).outputs(), inputs)
+
+    def judge(self) -> None:
         """Assert that the operator is as accurate as PEFT, in every output and every gradient."""
-        ours = lambda *inputs: self._each(lambda *one: fused(self._arguments(*one)), inputs)  # noqa: E731
-        peft = lambda *inputs: self._each(self._peft, inputs)  # noqa: E731
         cotangents = [c.to(self.case.out) for c in self.cotangents]
         # bitsandbytes would compile its plain PyTorch path, taken for odd sizes, for seconds per size.
         with torch.compiler.set_stance("force_eager"):
-            values = [run(fn, leaves(self.inputs), cotangents) for fn in (ours, peft)]
-            values.append(exact(peft, self.inputs, cotangents))
+            values = [run(fn, leaves(self.inputs), cotangents) for fn in (self.fused, self.peft)]
+            values.append(exact(self.peft, self.inputs, cotangents))
         for i, (a, b, t) in enumerate(zip(*values, strict=True)):
             assert_as_accurate(a, b, t, what=f"value {i}", largest=False)
             # A float32 result of 16-bit products may be off by one of their units in its largest error.
@@ -225,3 +243,45 @@ class Layers:
             return F.linear(x, weight, bias)
         codes, state = self.quantized[i][1]
         return bnb.matmul_4bit(x.to(self.case.base), codes, bias=bias, quant_state=state).to(x.dtype)
+
+
+class Where(NamedTuple):
+    """`low` is the 16-bit dtype to use: the interpreter multiplies bfloat16 matrices wrongly."""
+
+    device: torch.device
+    low: torch.dtype
+
+    def plain(self, **options: Any) -> Case:
+        """Everything in the 16-bit dtype, without autocast."""
+        return Case(self.low, self.low, self.low, **options)
+
+    def arguments(self, case: Case, group: Sequence[tuple[int, int]] = SMALL, size: Size = SIX) -> Arguments:
+        """What is trained are leaves."""
+        return Layers(case, self.device, group, size).first()
+
+
+@contextlib.contextmanager
+def running(parts: str) -> Iterator[Where]:
+    """Where the operators run through `parts`, "torch" or "triton": without a GPU, Triton's run in the interpreter."""
+    if parts == "torch" or HAS_GPU:
+        yield Where(torch.device("cpu" if parts == "torch" else "cuda"), BF16)
+        return
+    library = torch.library.Library("fused_backend", "IMPL")
+    library.impl("lora_linear", lambda *args: lora.forward(lora.TRITON, *args), "CPU")
+    library.impl("lora_linear_bwd", lambda *args: lora.backward(lora.TRITON, *args), "CPU")
+    try:
+        yield Where(torch.device("cpu"), F16)
+    finally:
+        library._destroy()
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[tuple[Any, ...]]:
+    """The arguments of every call of `module.name`, from now on."""
+    calls, original = [], getattr(module, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, called)
+    return calls

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ..kernels import lora_nf4 as kernels
 from ._adapters import (
@@ -34,6 +34,7 @@ from ._fusion import Emitter, Fusion, Value, View, static_bytes
 NAME = "lora_nf4"
 # Parts of the names of functions that draw random numbers.
 _DRAWS = ("drop", "rand", "bernoulli", "normal", "uniform", "exponential", "cauchy", "geometric", "poisson", "multinom")
+_READ = "lora_nf4_read"
 
 # --- reading -------------------------------------------------------------------------------------------------------
 
@@ -46,9 +47,11 @@ class _Reader:
         self.four_bits: dict[int, FourBit | str] = {}
         self.calls: dict[int, Node] = {}
         self.reported: set[int] = set()  # products that are part of a layer, or of the reason why there is none
+        self.refused: set[int] = set()  # the frozen part of sums that are no layers
         for value in view.values:
             for node in value.nodes:
-                if node.op == "call_function" and is_four_bit_site(node):
+                if node.op == "call_function" and is_four_bit_site(node) and not node.meta.get(_READ):
+                    _mark_bodies(node)
                     found = read_four_bit(node)
                     result = value if isinstance(found, str) else view.of(found.result)
                     self.four_bits[id(result)], self.calls[id(result)] = found, node
@@ -67,7 +70,10 @@ class _Reader:
                     yield value, f"the adapter's output meets the layer's through {way}, not only a sum"
             elif (found := self.four_bits.get(id(value))) is not None:
                 layer = found if isinstance(found, str) else self._checked(self._base(value, value, None))
-                yield (value, layer) if isinstance(layer, str) else layer
+                if isinstance(layer, Layer):
+                    yield layer
+                elif id(value) not in self.refused:
+                    yield value, layer
 
     def _sum(self, total: Value) -> Iterator[Layer | tuple[Value, str]]:
         """The layer that a sum is; if an adapter is added and it is none, why."""
@@ -76,7 +82,7 @@ class _Reader:
             adapter = read_adapter(up)
             if adapter is None:
                 outer = unscaled(up)[0]
-                if is_gather(uncast(base)) and outer.op == "linear" and is_gather(outer.args[0]):
+                if is_gather(uncast(base)) and is_product(outer) and is_gather(outer.args[0]):
                     reasons.append("an adapter of an embedding is a gather, not a product")
                 continue
             layer = self._checked(self._adapted(total, base, adapter))
@@ -85,8 +91,7 @@ class _Reader:
                 self.reported.add(id(layer.base))
                 yield layer
                 return
-            if isinstance(self.four_bits.get(id(uncast(base))), str):
-                self.reported.add(id(uncast(base)))
+            self.refused.add(id(uncast(base)))
             reasons.append(layer)
         if reasons:
             yield total, reasons[0]
@@ -147,11 +152,21 @@ class _Reader:
         elif base.op == "add" and any(isinstance(a, Value) and read_adapter(a) for a in base.args):
             return "it is a second adapter on one layer"
         else:
+            base = base.args[0] if base.op == "item" else base
             name = base.args[0] if base.op == "opaque" else base.op
             return f"the base layer is {name}, neither a linear layer nor a 4-bit product"
         layer = Layer(root, root, x, base, four_bit, weight, base.op == "matmul", bias, x.dtype, adapter, [base])  # type: ignore[arg-type]
         reason = refuse_base(layer, adapter)
         return reason or (layer if adapter is None else joined(layer, adapter))
+
+
+def _mark_bodies(node: Node) -> None:
+    """A 4-bit product is reported once, where it is called, and not again in the bodies that compute it."""
+    for arg in node.args:
+        if isinstance(arg, Node) and arg.op == "get_attr":
+            body = getattr(node.graph.owning_module, str(arg.target), None)
+            for inner in body.graph.nodes if isinstance(body, GraphModule) else ():
+                inner.meta[_READ] = True
 
 
 def _used_elsewhere(view: View, values: list[Value], known: list[Value]) -> bool:

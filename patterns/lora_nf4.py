@@ -212,6 +212,19 @@ def _parts(reader: _Reader, group: list[Layer]) -> list[list[Layer]]:
     return [group]
 
 
+def _exchanges(reader: _Reader, layer: Layer) -> bool:
+    """Is something else drawn between a layer's dropout and the layer, where its mask will be drawn?"""
+    if layer.dropout is None:
+        return False
+    node, last = layer.dropout.nodes[0], layer.root.nodes[0]
+    deterministic = {*layer.dropout.nodes, *reader.calls.values()}
+    while node is not last:
+        node = node.next
+        if node not in deterministic and _draws(node):
+            return True
+    return False
+
+
 def _draws(node: Node) -> bool:
     """Does the node, or a body it runs, draw random numbers: is it not known that it does not?"""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -226,6 +239,8 @@ def _replace(view: View, reader: _Reader, group: list[Layer]) -> str | None:
     interior = [v for layer in group for v in layer.interior]
     if _used_elsewhere(view, [v for layer in group for v in layer.drawn_once], interior):
         return "what the adapter makes of the input after dropout is used elsewhere as well"
+    if len(group) == 1 and _exchanges(reader, group[0]):
+        return "something else is drawn between the adapter's dropout and the layer's output"
     reason = view.replace(NAME, [layer.root for layer in group], lambda emit: _emit(group, emit))
     if reason is not None:
         return reason

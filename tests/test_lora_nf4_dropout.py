@@ -154,3 +154,27 @@ def test_dropout_of_everything_is_refused():
     report = explain(lambda *i: dropped(*i, p=1.0), *wide())
     assert report.counts()["lora_nf4"] == (0, 1), str(report)
     assert_draws_right(lambda *i: dropped(*i, p=1.0), wide())
+
+
+@pytest.mark.parametrize("between", ["rand", "dropout", "attention", "another rate"])
+def test_a_draw_between_dropout_and_its_layer_is_not_overtaken(between):
+    """The mask is drawn where the layer is computed, so nothing else may be drawn on the way there."""
+
+    def layers(x, w, a, b, w2, a2, b2):
+        d = F.dropout(x, 0.5)
+        if between == "another rate":
+            d2 = F.dropout(x, 0.25)
+            second = F.linear(x, w2) + up(d2, a2, b2)
+            return F.linear(x, w) + up(d, a, b), second
+        noise = {
+            "rand": lambda: torch.rand_like(x),
+            "dropout": lambda: F.dropout(x, 0.3),
+            "attention": lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
+        }[between]()
+        return F.linear(x, w) + up(d, a, b), noise
+
+    inputs = several(2, dtype=F64)
+    inputs = inputs if between == "another rate" else [*inputs[:4], *(t.detach() for t in inputs[4:])]
+    report = explain(layers, *inputs)
+    assert any("is drawn between" in d.reason for d in report.decisions if d.fusion == "lora_nf4"), str(report)
+    assert_draws_right(layers, inputs)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from _graphs import OPTIONS, assert_fused, assert_refused, assert_unseen
+from _graphs import OPTIONS, assert_fused, assert_refused, assert_unseen, operators
 from _layers import BF16, F16, F32, K, N, R, adapted, in_no_grad, layer_inputs, trained, up
 
 SPELLINGS = {
@@ -90,6 +90,8 @@ def test_float32_adapter_on_a_16_bit_layer():
     for fn in (four_bit_style, dense_style, not_cast_back):
         for dtype in (BF16, F16):
             assert_fused(fn, layer_inputs(dtype=dtype, adapter=F32), "lora_nf4")
+        out_dtype = operators(fn, layer_inputs(dtype=BF16, adapter=F32))["lora_linear"][-1]
+        assert out_dtype == (F32 if fn is not_cast_back else BF16)
 
 
 def test_a_wide_input_that_each_part_casts_for_itself():

@@ -60,16 +60,28 @@ def test_a_residual_norm_is_made_from_the_sum_that_is_kept(monkeypatch):
     assert "fused_backend.rms_norm.default" in code and "fused_backend.add_rms_norm" not in code
 
 
-def test_what_would_have_to_be_kept_for_it_is_not_made_again():
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_would_have_to_be_kept_for_it_is_not_made_again(kept):
     """swiglu whose gate and up no backward reads: running it again would keep two tensors for one."""
     graph = torch.fx.Graph()
     gate, up, tangent = (graph.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1"))
     gate, up = (graph.call_function(torch.ops.aten.neg.default, (t,)) for t in (gate, up))
     h = graph.call_function(torch.ops.fused_backend.swiglu.default, (gate, up, "silu"))
-    graph.output(graph.call_function(operator.mul, (h, tangent)))
+    gradients = [graph.call_function(operator.mul, (t, tangent)) for t in ((h, gate, up) if kept else (h,))]
+    graph.output((gate, gradients))
     partition.recompute_what_is_cheap(graph)
-    assert "recompute" not in h.meta
-    graph.call_function(operator.mul, (gate, tangent))
-    graph.call_function(operator.mul, (up, tangent))
-    partition.recompute_what_is_cheap(graph)
-    assert "recompute" in h.meta
+    assert ("recompute" in h.meta) == kept
+
+
+def test_a_sum_that_nothing_keeps():
+    """A residual norm before the first trained weight: there is no sum to make its output from again."""
+    w_norm, w, a, b = torch.randn(24), torch.randn(16, 24), torch.randn(4, 24), torch.randn(16, 4)
+    a.requires_grad_(), b.requires_grad_()
+
+    def block(x, r):
+        h = torch.nn.functional.rms_norm(x + r, (24,), w_norm, 1e-6)
+        return torch.sin(h @ w.t() + (h @ a.t()) @ b.t() * 2)
+
+    x, r = torch.randn(5, 24), torch.randn(5, 24)
+    y = torch.compile(block, backend="fused", options=OPTIONS | {"strict": True})(x, r)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (a, b)), torch.autograd.grad(block(x, r).sum(), (a, b)))

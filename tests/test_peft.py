@@ -207,6 +207,13 @@ def test_eight_bit_layers_are_refused():
     assert all("neither a linear layer nor a 4-bit product" in reason for reason in backend.reasons())
 
 
+def written_to_afterwards(base, up, x):
+    h = x * 1.5
+    y = base(h)
+    h.mul_(2.0)
+    return y
+
+
 def without_gradients(layer, x):
     with torch.no_grad():
         return layer(x)
@@ -219,6 +226,7 @@ FOUR_BIT = {
     "base used elsewhere": (lambda base, up, x: (lambda y: y * (y + up(x)))(base(x)), 1, "used elsewhere"),
     "subtracted": (lambda base, up, x: base(x) - up(x), 1, "through sub"),
     "written to": (lambda base, up, x: (base(x) + up(x)).mul_(2.0), 1, "in place"),
+    "input written to": (written_to_afterwards, 0, "in place"),
 }
 
 

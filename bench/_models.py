@@ -98,7 +98,9 @@ def base_model(config: Any, mode: str, dtype: torch.dtype, device: str, attentio
     _register_attention()
     with torch.device("meta"):
         model: Any = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention)
-    for name, module in list(model.named_modules()):
+    # By name: a list of the modules would keep every dense weight until the loop ends.
+    for name in [name for name, _ in model.named_modules()]:
+        module = model.get_submodule(name)
         if name == "lm_head" and config.tie_word_embeddings:
             continue
         for key, weight in list(module.named_parameters(recurse=False)):

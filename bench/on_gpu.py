@@ -42,7 +42,7 @@ def run_benchmarks() -> int:
         print(f"--- {name}", flush=True)
         try:
             module = importlib.import_module(name)
-            module.main([]) if name == "model" else module.main()
+            module.main(["--quick"]) if name == "model" else module.main()
         except Exception as error:
             failed += 1
             print(f"{name} failed: {type(error).__name__}: {error}")

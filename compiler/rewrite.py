@@ -183,9 +183,9 @@ class _Writer:
         kind = "call_method" if isinstance(target, str) else "call_function"
         with graph.inserting_before(self.at):
             node = graph.create_node(kind, target, args, kwargs)
+        self.emitted[node] = None  # before its shapes are asked for: an operator may refuse its arguments
         node.meta = {k: v for k, v in self.at.meta.items() if k in _ORIGIN}
         node.meta["example_value"] = self._fake(target, args, kwargs)
-        self.emitted[node] = None
         self.rewriter.canonical.mode[node] = self.rewriter.canonical.mode[self.at]
         return node
 

@@ -113,6 +113,8 @@ def _walk(value: Value) -> _Chain | str:
                 return "rows are selected by a length that is not known at compile time"
             rows.append((value.op, value.args[1:]))
             value = value.args[0]
+        elif value.op == "item" and value.args[0].op == "fused.lora_linear":
+            return "the head has an adapter"
         else:
             return f"the logits come from {value}, not from a linear layer"
     return _Chain(value, [*values, value], rows[::-1], scale, softcap)

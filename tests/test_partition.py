@@ -1,6 +1,7 @@
 """What the backward makes again: less is saved, and every gradient keeps its bits."""
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,12 @@ def saved_and_gradients(model, call, monkeypatch, remake):
 
     def spy(gm, joint_inputs, **kwargs):
         forward, backward = split(gm, joint_inputs, **kwargs)
-        outputs = forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
-        made = [o for o in outputs if o.op != "placeholder" and isinstance(o.meta.get("val"), torch.Tensor)]
+        outputs: Any = forward.graph.output_node().args[0]
+        made = [
+            o
+            for o in outputs[kwargs["num_fwd_outputs"] :]
+            if o.op != "placeholder" and isinstance(o.meta.get("val"), torch.Tensor)
+        ]
         saved.extend((o.name, o.meta["val"].nbytes) for o in made)
         codes.append(backward.code)
         return forward, backward
@@ -76,7 +81,8 @@ def test_what_would_have_to_be_kept_for_it_is_not_made_again(kept):
 def test_a_sum_that_nothing_keeps():
     """A residual norm before the first trained weight: there is no sum to make its output from again."""
     w_norm, w, a, b = torch.randn(24), torch.randn(16, 24), torch.randn(4, 24), torch.randn(16, 4)
-    a.requires_grad_(), b.requires_grad_()
+    a.requires_grad_()
+    b.requires_grad_()
 
     def block(x, r):
         h = torch.nn.functional.rms_norm(x + r, (24,), w_norm, 1e-6)

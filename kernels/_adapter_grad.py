@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ._launch import cdiv, next_power_of_2, tl, triton
 from ._low_rank import down, down_reference, outer, outer_reference
+from ._rows import add_parts
 
 MAX_RANK = 64
 _LOW = (torch.bfloat16, torch.float16)
@@ -63,23 +64,6 @@ def adapter_grad_kernel(
     tl.store(db_ptr + cols[:, None] * R + ranks[None, :], db, mask=b_mask)
 
 
-# One program: BLOCK numbers of the result.
-@triton.jit(do_not_specialize=["parts", "n"])
-def add_parts_kernel(parts_ptr, out_ptr, parts, n, scaling, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(parts):
-        total += tl.load(parts_ptr + tl.cast(i, tl.int64) * n + at, mask=at < n, other=0.0)
-    total *= tl.cast(scaling, tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < n)
-
-
-def _added(parts: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    add_parts_kernel[(cdiv(out.numel(), 256),)](parts, out, parts.shape[0], out.numel(), scaling, BLOCK=256)
-    return out
-
-
 def adapter_grad(dy: Tensor, b: Tensor, u: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """`adapter_grad_reference` in Triton; dB is float32."""
     (T, N), R = dy.shape, b.shape[1]
@@ -97,4 +81,7 @@ def adapter_grad(dy: Tensor, b: Tensor, u: Tensor, scaling: float) -> tuple[Tens
         dy, b.contiguous(), u, v, db, T, N, R, dy.stride(0), u.stride(0), part // block_t,
         BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return _added(v, scaling, b.dtype), _added(db, scaling, torch.float32)
+    return (
+        add_parts(v, torch.empty(T, R, dtype=b.dtype, device=dy.device), scaling),
+        add_parts(db, torch.empty(N, R, dtype=torch.float32, device=dy.device), scaling),
+    )

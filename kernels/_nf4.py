@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..derivations import lora_nf4 as formulas
 from ._launch import cdiv, inline, next_power_of_2, sm_count, tl, triton
+from ._rows import add_parts
 
 _nested_absmax = inline(formulas.nested_absmax)
 _decoded = inline(formulas.decoded)
@@ -229,16 +230,6 @@ def nf4_matmul_transposed_kernel(
     tl.store(dx_ptr + t * K + col, dx.to(dx_ptr.dtype.element_ty), (t < T) & (col < K))
 
 
-@triton.jit(do_not_specialize=["parts", "n"])
-def nf4_add_parts_kernel(part_ptr, out_ptr, parts, n, BLOCK: tl.constexpr):
-    """(parts, n) float32 to (n,), added in the order of the parts."""
-    col = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in range(parts):
-        total += tl.load(part_ptr + tl.cast(i, tl.int64) * n + col, col < n, other=0.0)
-    tl.store(out_ptr + col, total.to(out_ptr.dtype.element_ty), col < n)
-
-
 def _pointers(q: Quantized, codes: Tensor) -> tuple[Tensor, ...]:
     """What every kernel reads; without double quantization the last three are never touched."""
     nested = q.nested or (q.absmax, q.absmax, q.absmax)
@@ -331,7 +322,7 @@ def _small(kernel: Any, launches: dict, a: Tensor, q: Quantized, out_dtype: torc
         BT=max(16, next_power_of_2(T)), **_constants(q), **launch,
     )  # fmt: skip
     if parts > 1:
-        nf4_add_parts_kernel[(cdiv(T * kept, 512),)](sums, out, parts, T * kept, BLOCK=512, num_warps=4)
+        add_parts(sums, out)
     return out
 
 

@@ -79,3 +79,21 @@ def add_partials(partial: Tensor, out: Tensor) -> None:
     """Write the sum over the rows of `partial` (P, D) to `out` (D,): one launch, rounded once."""
     P, D = partial.shape
     add_partials_kernel[(cdiv(D, 32),)](partial, out, P, D, ROWS=128, BLOCK=32, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["parts", "n"])
+def add_parts_kernel(parts_ptr, out_ptr, parts, n, scaling, BLOCK: tl.constexpr):
+    """(parts, n) float32 to (n,), times `scaling`: few parts of many numbers, added in the order of the parts."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(parts):
+        total += tl.load(parts_ptr + tl.cast(i, tl.int64) * n + at, mask=at < n, other=0.0)
+    total *= tl.cast(scaling, tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+def add_parts(parts: Tensor, out: Tensor, scaling: float = 1.0) -> Tensor:
+    """Write `scaling` times the sum over the first dimension of `parts` to `out`: one launch, rounded once."""
+    n = out.numel()
+    add_parts_kernel[(cdiv(n, 256),)](parts, out, parts.shape[0], n, scaling, BLOCK=256)
+    return out

@@ -170,7 +170,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.counts = [len(saved), len(keep), n, len(absmax), len(nested), len(lora_a), len(lora_b)]
     ctx.options = [out_features, scaling, dropout, quant_type, blocksize, base_dtype, lora_dtype, x.shape[-1], x.dtype]
     ctx.bias_dtype = bias[0].dtype if bias else base_dtype
-    ctx.n_keep = len(keep)
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
@@ -193,7 +192,7 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     frozen = [[None] * len(part) for part in (weight, absmax, nested)]
     # Torch takes an empty list of numbers for one of tensors, and wants a list back.
     scaling = None if lora_a else []
-    return dx, *frozen, dbias, das, dbs, [None] * ctx.n_keep, None, scaling, *[None] * 6
+    return dx, *frozen, dbias, das, dbs, [None] * len(bits), None, scaling, *[None] * 6
 
 
 define_backward(lora_linear, setup_context=_setup_context, backward=_backward)

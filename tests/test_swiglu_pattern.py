@@ -111,3 +111,20 @@ def test_a_result_viewed_after_a_graph_break_keeps_its_strides():
 
     inputs = [t.transpose(1, 2).detach().requires_grad_() for t in gate_and_up(2, 8, 4, 16)]
     assert_refused(model, inputs, "swiglu", "memory layout")
+
+
+def test_the_operand_of_an_in_place_sum_is_only_read():
+    def fn(gate, up):
+        total = torch.zeros_like(gate)
+        total += gate
+        return F.silu(gate) * up + total
+
+    assert_fused(fn, gate_and_up(3, 8), "swiglu")
+
+
+def test_an_operator_that_refuses_its_arguments_leaves_the_graph_alone(monkeypatch):
+    def refuse(*args):
+        raise ValueError("not these")
+
+    monkeypatch.setattr("fused_backend.kernels.swiglu._check", refuse)
+    assert_refused(lambda gate, up: F.silu(gate) * up, gate_and_up(3, 8), "swiglu", "not these")

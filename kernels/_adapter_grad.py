@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._launch import cdiv, next_power_of_2, tl, triton
+from ._launch import cdiv, next_power_of_2, pipelined, tl, triton
 from ._low_rank import down, down_reference, outer, outer_reference
 from ._rows import add_parts
 
@@ -74,12 +74,13 @@ def adapter_grad(dy: Tensor, b: Tensor, u: Tensor, scaling: float) -> tuple[Tens
     # dB's share takes BLOCK_N x BLOCK_R registers; the wider it is, the less of v's shares there is to add up.
     block_n = min(8192 // block_r, 128 if N < 2048 else 256 if N < 8192 else 512)
     block_t, part = (128, 512) if N < 2048 else (64, 1024 if N < 8192 else 2048)
-    blocks, parts = cdiv(N, block_n), cdiv(T, part)
+    launch = pipelined(dy.device, block_t * dy.element_size(), block_n)
+    blocks, parts = cdiv(N, launch["BLOCK_N"]), cdiv(T, part)
     v = torch.empty(blocks, T, R, dtype=torch.float32, device=dy.device)
     db = torch.empty(parts, N, R, dtype=torch.float32, device=dy.device)
     adapter_grad_kernel[(blocks, parts)](
         dy, b.contiguous(), u, v, db, T, N, R, dy.stride(0), u.stride(0), part // block_t,
-        BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, num_stages=3,
+        BLOCK_R=block_r, BLOCK_T=block_t, num_warps=4, **launch,
     )  # fmt: skip
     return (
         add_parts(v, torch.empty(T, R, dtype=b.dtype, device=dy.device), scaling),

@@ -66,3 +66,22 @@ def sm_count(device: torch.device) -> int:
     if device.type == "xpu":
         return torch.xpu.get_device_properties(device).max_compute_units
     return 4
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that tiles of one program may take: a tenth is left to the compiler's own."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin * 9 // 10
+    return 1 << 16
+
+
+def pipelined(device: torch.device, bytes_per_column: int, block_n: int) -> dict[str, int]:
+    """BLOCK_N and num_stages of a loop over tiles of BLOCK_N columns: the widest, then the deepest, that fit."""
+    fitting = (
+        {"BLOCK_N": width, "num_stages": stages}
+        for width in (block_n, block_n // 2, block_n // 4)
+        for stages in (3, 2)
+        if stages * bytes_per_column * width <= shared_memory(device)
+    )
+    return next(fitting, {"BLOCK_N": max(16, block_n // 4), "num_stages": 1})

@@ -212,12 +212,12 @@ def backward(
     if needs_dx and x_dtype == base_dtype and not drops and _rides_back(group, dys):
         dx, v = _dx_extended(group, dys[0])
         dbs = [on.outer(u, dys[0], None).t() * scaling[0]] if needs_adapters and u is not None else []
-    elif lora_a and needs_adapters and u is not None:
+    elif lora_a:
+        # Frozen adapters have no u. The pass is the same, so that dx has the same bits whoever else wants a gradient.
+        u = dys[0].new_zeros(dys[0].shape[0], sum(group.ranks), dtype=lora_dtype) if u is None else u
         each = zip(dys, group.parts(u, 1), scaling, strict=True)
         both = [on.grad(d, group.b(i), u_i, s) for i, (d, u_i, s) in enumerate(each)]
         v, dbs = torch.cat([v_i for v_i, _ in both], dim=1), [db for _, db in both]
-    elif lora_a:
-        v = torch.cat([on.down(d, group.b(i).t(), scaling[i], None) for i, d in enumerate(dys)], dim=1)
     grads: list[Tensor] = []
     if needs_dx:
         dx = _dx(group, dys, v, drops, x_dtype) if dx is None else dx

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ..derivations import lora_nf4 as formulas
-from ._launch import cdiv, inline, next_power_of_2, tl, triton
+from ._launch import cdiv, inline, next_power_of_2, pipelined, tl, triton
 
 MAX_RANK = 128
-EXTENDED = {"BLOCK_T": 64, "BLOCK_N": 256, "num_warps": 4, "num_stages": 3}
 
 _updated = inline(formulas.updated)
 _dropped = inline(formulas.dropped)
@@ -280,10 +279,10 @@ def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: T
         return down_reference(z, v, scaling, drop)  # the vendor's product is as fast: 26 us of 16 for 8192 x 4096
     z, v = z if z.stride(1) == 1 else z.contiguous(), v.contiguous()
     block_r = extension(R) if extended is not None else max(16, next_power_of_2(R))
-    block_t, block_n = (64, 256) if v.dtype != torch.float32 and block_r <= 64 else (32, 64)
-    launch = {"BLOCK_T": block_t, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 3}
-    if extended is not None:
-        launch, (block_t, block_n) = EXTENDED, (EXTENDED["BLOCK_T"], EXTENDED["BLOCK_N"])
+    wide = extended is not None or (v.dtype != torch.float32 and block_r <= 64)
+    block_t = 64 if wide else 32
+    launch = pipelined(z.device, (block_t + block_r) * v.element_size(), 256 if wide else 64)
+    block_n = launch["BLOCK_N"]
     split = 1 if extended is not None or cdiv(T, block_t) >= 128 else max(1, min(cdiv(N, block_n), 4))
     tiles = cdiv(cdiv(N, block_n), split)
     u = torch.empty(split, T, R, dtype=v.dtype if split == 1 else torch.float32, device=z.device)
@@ -292,7 +291,7 @@ def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: T
     down_kernel[(cdiv(T, block_t), split)](
         z, v, u, beside, bits, T, N, R, z.stride(0), beside.stride(0), bits_stride, tiles, scaling * drop_scale,
         DROPOUT=drop is not None, EXTEND=extended is not None,
-        BLOCK_R=block_r, **launch,
+        BLOCK_R=block_r, BLOCK_T=block_t, num_warps=4, **launch,
     )  # fmt: skip
     return u[0] if split == 1 else u.sum(0).to(v.dtype)
 
@@ -308,14 +307,15 @@ def outer(u: Tensor, z: Tensor, drop: Dropout | None) -> Tensor:
         return torch.mm(u.t(), z, out_dtype=torch.float32) if wide else u.t() @ z
     z, u = (t if t.stride(1) == 1 else t.contiguous() for t in (z, u))
     block_r, block_t = max(16, next_power_of_2(R)), 64 if u.dtype != torch.float32 else 32
-    block_n = 128 if block_r <= 32 else 64
+    launch = pipelined(z.device, (block_t + block_r) * u.element_size(), 128 if block_r <= 32 else 64)
+    block_n = launch["BLOCK_N"]
     tiles = cdiv(cdiv(T, block_t), max(1, 512 // cdiv(N, block_n)))
     parts = cdiv(T, tiles * block_t)
     out = torch.empty(parts, R, N, dtype=torch.float32, device=z.device)
     bits, bits_stride, drop_scale = _drop_arguments(drop, z)
     outer_kernel[(cdiv(N, block_n), parts)](
         u, z, out, bits, T, N, R, u.stride(0), z.stride(0), bits_stride, tiles, drop_scale,
-        DROPOUT=drop is not None, BLOCK_R=block_r, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, num_stages=3,
+        DROPOUT=drop is not None, BLOCK_R=block_r, BLOCK_T=block_t, num_warps=4, **launch,
     )  # fmt: skip
     return out[0] if parts == 1 else out.sum(0)
 

@@ -150,10 +150,12 @@ def _fused_log() -> list[str]:
 
 
 def _graphs(compiled: list[str]) -> dict[str, Any]:
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import compilation_time_metrics, counters
 
+    phases = {name: round(sum(times), 1) for name, times in compilation_time_metrics.items()}
     row: dict[str, Any] = {
-        "graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())
+        "graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values()),
+        "compile_phases_s": {name: seconds for name, seconds in phases.items() if seconds >= 1},
     }  # fmt: skip
     return row | ({"fused": compiled} if compiled else {})
 

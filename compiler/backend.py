@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
+from ..kernels._op import BYTES_MOVED
 from .canonicalize import Mode
 from .deferred import defer_outputs
 from .errors import InternalError, RefusedError
@@ -86,10 +88,26 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
+    _register_fallbacks()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
     patches["custom_partitioner_fn"] = Partitioner()
     compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
+
+
+@functools.cache
+def _register_fallbacks() -> None:
+    """Tell Inductor of our operators before it meets them.
+
+    An operator that it does not know, torch 2.11 first describes in words, with all that its arguments are made of:
+    deep in a model that takes minutes.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag
+
+    for op in BYTES_MOVED:
+        if op not in lowerings:
+            make_fallback(op, tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True)), warn=False)
 
 
 def _unrewritten(

@@ -281,7 +281,7 @@ def down(z: Tensor, v: Tensor, scaling: float, drop: Dropout | None, extended: T
     block_r = extension(R) if extended is not None else max(16, next_power_of_2(R))
     wide = extended is not None or (v.dtype != torch.float32 and block_r <= 64)
     block_t = 64 if wide else 32
-    launch = pipelined(z.device, (block_t + block_r) * v.element_size(), 256 if wide else 64)
+    launch = pipelined(z.device, block_t * z.element_size() + block_r * v.element_size(), 256 if wide else 64)
     block_n = launch["BLOCK_N"]
     split = 1 if extended is not None or cdiv(T, block_t) >= 128 else max(1, min(cdiv(N, block_n), 4))
     tiles = cdiv(cdiv(N, block_n), split)
@@ -307,7 +307,7 @@ def outer(u: Tensor, z: Tensor, drop: Dropout | None) -> Tensor:
         return torch.mm(u.t(), z, out_dtype=torch.float32) if wide else u.t() @ z
     z, u = (t if t.stride(1) == 1 else t.contiguous() for t in (z, u))
     block_r, block_t = max(16, next_power_of_2(R)), 64 if u.dtype != torch.float32 else 32
-    launch = pipelined(z.device, (block_t + block_r) * u.element_size(), 128 if block_r <= 32 else 64)
+    launch = pipelined(z.device, block_t * z.element_size() + block_r * u.element_size(), 128 if block_r <= 32 else 64)
     block_n = launch["BLOCK_N"]
     tiles = cdiv(cdiv(T, block_t), max(1, 512 // cdiv(N, block_n)))
     parts = cdiv(T, tiles * block_t)

@@ -1,5 +1,7 @@
 """4-bit weights: decoded as bitsandbytes decodes them, bit for bit, and products that decode in registers."""
 
+import copy
+
 import bitsandbytes.functional as bnb
 import pytest
 import torch
@@ -21,15 +23,18 @@ DECODERS = (_nf4.decode_reference, _nf4.decode)
 
 
 def quantize(shape, device, quant_type="nf4", blocksize=64, nested=False, dtype=torch.float32, storage=torch.uint8):
-    """A random weight as `Quantized`, and what bitsandbytes on the CPU decodes it to.
+    """A random weight as `Quantized`, and what bitsandbytes on the same device decodes it to.
 
     Quantized as one long row, so that its blocks are those of the flat weight in each of bitsandbytes' code paths.
+    On a CPU with AVX-512 bitsandbytes rounds float16 otherwise than on a GPU; one without agrees with the GPU.
     """
     w = torch.randn(1, shape[0] * shape[1]).to(dtype)
     codes, state = bnb.quantize_4bit(w, None, None, blocksize, nested, quant_type, storage)
     # Compiling its plain PyTorch path, taken for odd sizes, would need seconds per size.
     with torch.compiler.set_stance("force_eager"):
-        expected = bnb.dequantize_4bit(codes, state).reshape(shape)
+        there = copy.deepcopy(state)
+        there.to(device)
+        expected = bnb.dequantize_4bit(codes.to(device), there).reshape(shape)
     more = (state.state2.code, state.state2.absmax, state.offset) if nested else ()
     codes, absmax, *more = (t.to(device) for t in (codes, state.absmax, *more))
     return Quantized(codes, absmax, tuple(more), shape, quant_type, blocksize), expected.to(device)

@@ -2,13 +2,25 @@
 
 Reading order: backend.py (the pipeline, start to end), canonicalize.py and spelling.py (one spelling per op),
 match.py (an idiom against a graph), rewrite.py (sites, checks, replacement), layout.py (views that other strides would
-break), deferred.py (logits that compute themselves when read), partition.py (what is saved), report.py (what was
-decided), options.py, fusions.py, errors.py.
+break), deferred.py (logits that compute themselves when read), partition.py (what is saved), then for memory budgets
+budget.py (a joint graph cut into layers, the plan written on its nodes), memory.py (bytes at every position), cost.py
+(seconds of a node), planner.py (the integer programs); report.py (what was decided), options.py, fusions.py, errors.py.
 """
 
 from .backend import explain, fused
+from .budget import BudgetError, MemoryPlan
 from .errors import InternalError, RefusedError
 from .options import Options
 from .report import Decision, Report
 
-__all__ = ["Decision", "InternalError", "Options", "RefusedError", "Report", "explain", "fused"]
+__all__ = [
+    "BudgetError",
+    "Decision",
+    "InternalError",
+    "MemoryPlan",
+    "Options",
+    "RefusedError",
+    "Report",
+    "explain",
+    "fused",
+]

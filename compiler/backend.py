@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from ..kernels._op import BYTES_MOVED
+from .budget import BudgetError, Request
 from .canonicalize import Mode
 from .deferred import defer_outputs
 from .errors import InternalError, RefusedError
@@ -40,6 +42,7 @@ def fused(
     rewrite breaks, that is logged once and the graph is compiled as Dynamo wrote it (unless strict=True).
     """
     parsed = Options.parse(options, fusion_names())
+    request = Request.of(parsed)
     restore = backup(gm)
     try:
         report, finish = rewrite(gm, parsed)
@@ -49,8 +52,8 @@ def fused(
         restore()
         return _unrewritten(gm, example_inputs, parsed, mode, error)
     try:
-        compiled = finish(lower(gm, example_inputs, parsed, mode))
-    except RestartAnalysis:  # not a failure: Dynamo is asked to trace again
+        compiled = finish(lower(gm, example_inputs, parsed, mode, request))
+    except (RestartAnalysis, BudgetError):  # the first is not a failure: Dynamo is asked to trace again
         raise
     except Exception as error:
         restore()
@@ -74,7 +77,9 @@ def rewrite(gm: GraphModule, options: Options) -> tuple[Report, Callable[[Compil
     return Report(decisions, graph_count=1), defer_outputs(gm, rewriter)
 
 
-def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:
+def lower(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, request: Request | None = None
+) -> Compiled:
     """AOTAutograd, the partitioner, then Inductor or plain execution."""
     if options.lowering == "aot_eager":
         from torch._dynamo.backends.common import aot_autograd
@@ -82,7 +87,8 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode
         from torch._inductor.decomposition import select_decomp_table
 
         # With Inductor's decompositions: without them some linear-attention models fail in the backward.
-        return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, decompositions=select_decomp_table)(
+        split = functools.partial(partition, request=request)
+        return aot_autograd(fw_compiler=boxed_nop, partition_fn=split, decompositions=select_decomp_table)(
             gm, example_inputs
         )
     from torch._inductor import list_mode_options
@@ -90,7 +96,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode
 
     _register_fallbacks()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
-    patches["custom_partitioner_fn"] = Partitioner()
+    patches["custom_partitioner_fn"] = Partitioner(request)
     compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
 
@@ -126,19 +132,26 @@ def _unrewritten(
     return lower(gm, example_inputs, options, mode)
 
 
-def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
     """What the backend does to `model` on these arguments: every site, fused or refused and why.
 
+    With options={"memory_budget": ...} also `report.plan`: what is kept, what is made again, the predicted peak and
+    time of the last graph that trains. Raises: BudgetError where no plan fits.
     Runs the model's forward once, rewritten but not compiled; parameters, gradients, buffers, the random state and
     what is compiled already are left as they were. A model that `model.compile()` was called on is looked through.
     """
-    report = Report()
+    report, parsed = Report(), Options.parse(options, fusion_names())
+    request = Request.of(parsed)
 
     def collect(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        found, finish = rewrite(gm, Options())
+        found, finish = rewrite(gm, parsed)
         report.decisions += found.decisions
         report.graph_count += 1
-        return finish(gm.forward)
+        if request is None:
+            return finish(gm.forward)
+        compiled = finish(lower(gm, example_inputs, replace(parsed, lowering="aot_eager"), None, request))
+        report.plan = request.made[-1] if request.made else None
+        return compiled
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)

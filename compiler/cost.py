@@ -271,7 +271,7 @@ def _readers(node: Node) -> set[Node]:
 def _bytes_moved(node: Node) -> int:
     formula = BYTES_MOVED.get(node.target)  # type: ignore[arg-type]
     if formula is not None:
-        args, kwargs = _values(node)
+        args, kwargs = arguments(node)
         return formula(*args, **kwargs)
     inputs, result = node.all_input_nodes, _tensor_bytes(node)
     if getattr(node.target, "overloadpacket", None) in _GATHERS:
@@ -286,7 +286,7 @@ def _flops(node: Node) -> int:
     formula = _ATTENTION.get(packet) or flop_registry.get(packet)
     if formula is None:
         return 0
-    args, kwargs = _values(node)
+    args, kwargs = arguments(node)
     try:
         return formula(*args, **kwargs, out_val=_hinted(node.meta["val"]))
     except Exception as error:  # somebody else's formula, which may refuse in any way
@@ -316,7 +316,7 @@ _ATTENTION = {
 
 def _product_dtype(node: Node) -> torch.dtype:
     """The dtype that a node multiplies in: our operators name it, others take it from their first floating input."""
-    args, kwargs = _values(node)
+    args, kwargs = arguments(node)
     schema = getattr(node.target, "_schema", None)
     for argument, value in zip(schema.arguments if schema else (), args, strict=False):
         if argument.name == "base_dtype":
@@ -328,7 +328,7 @@ def _product_dtype(node: Node) -> torch.dtype:
 # --- values --------------------------------------------------------------------------------------------------------
 
 
-def _values(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with tensors for nodes, all sizes numbers."""
     return _hinted(map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
 

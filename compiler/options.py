@@ -18,6 +18,7 @@ class Options:
     """What the user asked for.
 
     memory_budget  None, bytes, "20GiB" or "auto": the allocator peak a training step may reach
+    respect_checkpointing  under a budget, obey `gradient_checkpointing_enable()` instead of taking it for a hint
     fusions        "all", "none", "rms_norm,rope" (only these) or "-rope" (all but these)
     lowering       "inductor", or "aot_eager": the same graphs without Inductor, quick to compile
     strict         a refused site or an internal error raises instead of being reported
@@ -25,6 +26,7 @@ class Options:
     """
 
     memory_budget: int | str | None = None
+    respect_checkpointing: bool = False
     fusions: str = "all"
     lowering: str = "inductor"
     strict: bool = False
@@ -45,10 +47,10 @@ class Options:
     def _check(self, known_fusions: list[str]) -> None:
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
-            # Silence would let a user believe that the budget is kept.
+        if not isinstance(self.respect_checkpointing, bool):
             raise ValueError(
-                "backend 'fused': option memory_budget is not implemented yet; leave it out. Gradient checkpointing "
-                "(`model.gradient_checkpointing_enable()`) works with this backend"
+                f"backend 'fused': option respect_checkpointing must be True or False, "
+                f"got {self.respect_checkpointing!r}"
             )
         if self.lowering not in LOWERINGS:
             raise unknown("lowering", str(self.lowering), LOWERINGS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import operator
 import pathlib
 from typing import Any
@@ -21,17 +22,26 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels._op import REMADE
+from .budget import Request, apply
+from .memory import is_view
+
+log = logging.getLogger("fused_backend")
 
 
-def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph into forward and backward."""
+def partition(
+    gm: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, request: Request | None = None, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph into forward and backward, within a memory budget if one is requested. Raises: BudgetError"""
     recompute_what_is_cheap(gm.graph)
-    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    if request is not None:
+        plan = apply(gm, backward_nodes(gm.graph), request, num_fwd_outputs)
+        log.info("%s", str(plan).splitlines()[0])
+    return min_cut_rematerialization_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
 
 
 def recompute_what_is_cheap(graph: Graph) -> None:
     """Mark what the backward makes again: outputs of operators that are `remade`, where that keeps nothing more."""
-    backward = _backward_nodes(graph)
+    backward = backward_nodes(graph)
     kept = {_viewed(n) for b in backward for n in b.all_input_nodes if n not in backward}
     returned = {_viewed(n) for n in graph.output_node().all_input_nodes}
     for node in list(graph.nodes):
@@ -77,7 +87,7 @@ def _redirect(old: Node, new: Node, backward: set[Node]) -> None:
     for user in list(old.users):
         if user in backward:
             user.replace_input_with(old, new)
-        elif _is_view(user):
+        elif is_view(user):
             with new.graph.inserting_after(new):
                 view = new.graph.node_copy(user, lambda n: new if n is old else n)
             view.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -86,22 +96,14 @@ def _redirect(old: Node, new: Node, backward: set[Node]) -> None:
                 new.graph.erase_node(view)
 
 
-def _is_view(node: Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
-        return False
-    aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
-    return target is torch.ops.aten._unsafe_view.default or bool(aliases and not any(a.is_write for a in aliases))
-
-
 def _viewed(node: Node) -> Node:
     """What a node is a view of: the tensor that is kept when it is."""
-    while _is_view(node):
+    while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _backward_nodes(graph: Graph) -> set[Node]:
+def backward_nodes(graph: Graph) -> set[Node]:
     """What depends on the gradients that come in."""
     found: set[Node] = set()
     for node in graph.nodes:
@@ -114,12 +116,15 @@ def _backward_nodes(graph: Graph) -> set[Node]:
 class Partitioner(CustomPartitionerFn):
     """`partition` in the form Inductor's configuration takes."""
 
+    def __init__(self, request: Request | None = None) -> None:
+        self.request = request
+
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        return partition(gm, joint_inputs, **kwargs)
+        return partition(gm, joint_inputs, request=self.request, **kwargs)
 
     def uuid(self) -> str:
-        """Part of Inductor's cache key: a changed operator or pattern must not meet a graph cached before it."""
-        return source_hash()
+        """Part of Inductor's cache key: a changed operator, pattern or budget must not meet a graph cached before."""
+        return source_hash() + (f" {self.request} {self.request.state()}" if self.request else "")
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """The planner: what a training step keeps for its backward, what it makes again, what it sends to the host.
 
 Two integer programs, both solved by HiGHS through scipy, on bytes and seconds alone:
-
 1. `front`, for one layer: choices of keep / recompute / offload, each the fastest for the bytes it keeps.
 2. `plan`, for the whole step: how many of the equal layers use which of those, so that the peak stays in the budget.
 
@@ -21,7 +20,8 @@ LEVELS = 10  # points of a front, at most; as many again with offloading
 DIFFERENT = 3  # different choices among the copies of a segment: each is compiled on its own
 SLOWDOWN = 0.02  # of a transfer's time, what the compute beside it loses (measured on an H200)
 NODES = 2_000  # of the branch-and-bound tree. No limit in seconds: every rank of a job must get the same plan
-_SCALE = 1e4  # programs are scaled to this size, far above the solver's absolute tolerances of 1e-6
+_SCALE = 1e4  # costs are scaled to this size, far above the solver's absolute tolerance of 1e-6
+_ROW = 1.0  # rows in bytes are, to this one: larger, an integer off by 1e-6 breaks them, and HiGHS repairs and fails
 _TIE = 1e-3  # weight of all bytes against all seconds (1e-7 of them): of equally fast choices the smallest
 
 
@@ -117,17 +117,21 @@ class _Program:
         from scipy.sparse import coo_array
 
         entries = np.array([(i, j, a) for i, (terms, _, _) in enumerate(self.rows) for j, a in terms]).reshape(-1, 3)
-        places = entries[:, 0].astype(int), entries[:, 1].astype(int)
-        matrix = coo_array((entries[:, 2], places), shape=(len(self.rows), len(self.variables))).tocsr()
+        places, shape = tuple(entries[:, :2].astype(int).T), (len(self.rows), len(self.variables))
+        matrix = coo_array((entries[:, 2], places), shape=shape).tocsr()
         lower, upper, integral = (np.array(column, float) for column in zip(*self.variables, strict=True))
         low, high = (np.array([row[side] for row in self.rows]) for side in (1, 2))
-        return milp(
+        solve = functools.partial(
+            milp,
             np.array([cost.get(i, 0.0) for i in range(len(lower))]),
             integrality=integral,
             bounds=Bounds(lower, upper),  # pyright: ignore[reportArgumentType]
             constraints=LinearConstraint(matrix, low, high),  # pyright: ignore[reportArgumentType]
-            options={"mip_rel_gap": 0.0, "node_limit": NODES},
         )
+        result = solve(options={"mip_rel_gap": 0.0, "node_limit": NODES})
+        if result.x is None and result.status == 4:  # a failure; some come of undoing the presolve
+            result = solve(options={"mip_rel_gap": 0.0, "node_limit": NODES, "presolve": False})
+        return result
 
 
 def front(segment: Segment, host_bandwidth: float | None = None) -> list[Choice]:
@@ -146,9 +150,8 @@ def front(segment: Segment, host_bandwidth: float | None = None) -> list[Choice]
         found |= dict.fromkeys(_selections(values, host_bandwidth, segment.compute_seconds))
     points = [_priced(segment, choices, host_bandwidth) for choices in found]
     left: dict[tuple[int, ...], Choice] = {}
-    for p in sorted(
-        points, key=lambda p: (p.seconds, p.kept, p.offloaded, p.choices)
-    ):  # only one before it, at least as fast, can be better in everything
+    # Only one before it, at least as fast, can be better in everything.
+    for p in sorted(points, key=lambda p: (p.seconds, p.kept, p.offloaded, p.choices)):
         figures = p.kept, p.kept + p.backward, p.forward, p.offloaded
         if not any(all(a <= b for a, b in zip(better, figures, strict=True)) for better in left):
             left[figures] = p
@@ -176,22 +179,22 @@ def _selections(values: tuple[Value, ...], host_bandwidth: float | None, compute
     if not values:
         return ((),)
     program, keep, send, cost = _layer_program(values, host_bandwidth, compute)
-    unit = _SCALE / (sum(v.nbytes for v in values) or 1)
+    unit = _ROW / (sum(v.nbytes for v in values) or 1)
     size = [(k, v.nbytes * unit) for k, v in zip(keep, values, strict=True)]
 
     def solved(cost: dict[int, float]) -> tuple[str, ...] | None:
         x = program.minimise(cost).x
         return None if x is None else _completed(values, [x[k] > 0.5 for k in keep], [x[k] > 0.5 for k in send])
 
-    fastest, smallest = solved(cost), solved(dict(size))
-    assert fastest is not None and smallest is not None  # keeping everything that may be kept is always a solution
+    everything = _completed(values, [v.choice in ("any", "keep") for v in values], [False] * len(values))
+    fastest = solved(cost) or everything  # which is always a solution, should HiGHS have none
+    smallest = solved({k: nbytes * _SCALE for k, nbytes in size}) or fastest
     found, most, least = [fastest], _bytes(values, fastest), _bytes(values, smallest)
     program.row(size)
     for level in range(1, LEVELS):
         bound = most - (most - least) * level // (LEVELS - 1)
         if _bytes(values, found[-1]) > bound:
-            # Half a byte more, so that rounding does not forbid what fits exactly.
-            program.rows[-1] = size, -math.inf, (bound + 0.5) * unit
+            program.rows[-1] = size, -math.inf, (bound + 0.5) * unit  # half a byte more: rounding forbids no exact fit
             found.append(solved(cost) or smallest)
     return tuple(found)
 
@@ -230,11 +233,7 @@ def _layer_program(
 
 
 def _node_seconds(values: Sequence[Value]) -> dict[int, float]:
-    seconds: dict[int, float] = {}
-    for v in values:
-        if v.choice in ("any", "recompute"):
-            seconds[v.node] = max(v.seconds, seconds.get(v.node, 0.0))
-    return seconds
+    return {v.node: v.seconds for v in sorted(values, key=lambda v: v.seconds) if v.choice in ("any", "recompute")}
 
 
 def _completed(values: Sequence[Value], keep: Sequence[bool], send: Sequence[bool]) -> tuple[str, ...]:
@@ -243,15 +242,9 @@ def _completed(values: Sequence[Value], keep: Sequence[bool], send: Sequence[boo
     todo = [i for i, v in enumerate(values) if v.needed]
     while todo:
         i = todo.pop()
-        if choices[i] != "drop":
-            continue
-        if values[i].choice == "free" or keep[i]:
-            choices[i] = "keep"
-        elif send[i]:
-            choices[i] = "offload"
-        else:
-            choices[i] = "recompute"
-            todo.extend(values[i].inputs)
+        if choices[i] == "drop":
+            choices[i] = "keep" if values[i].choice == "free" or keep[i] else "offload" if send[i] else "recompute"
+            todo += values[i].inputs if choices[i] == "recompute" else ()
     return tuple(choices)
 
 
@@ -282,24 +275,23 @@ def plan(
         backward of i    base + sum of kept over j <= i + backward of i + sum of grad_nbytes over j > i
         at the end       base + sum of grad_nbytes over all
     A segment's copies take at most `DIFFERENT` different choices of its front, in the order of `_in_order`.
-    Among such plans the result is optimal, to 1e-7 of the largest sum of seconds, so a larger budget never gives a
-    slower plan. Only a search cut off after `NODES` nodes leaves a gap, which dozens of segments can cause: layers of
-    two kinds that alternate are better given as one segment of a pair.
+    Among such plans the result is optimal, to 1e-7 of the largest sum of seconds and some 1e-6 of the budget, so a
+    larger budget never gives a slower plan. Only a search cut off after `NODES` nodes leaves a gap, which dozens of
+    segments can cause: layers of two kinds that alternate are better given as one segment of a pair.
 
     Raises: Infeasible, with the least peak that can be reached.
     """
     points = [_in_order([p for p in front(s, host_bandwidth) if p.offloaded <= host_budget], s) for s in segments]
-    fastest = [min(p, key=lambda c: (c.seconds, c.kept)) for p in points]
-    layers = [[p] * s.count for p, s in zip(fastest, segments, strict=True)]
-    least = bound = sum(p.seconds * s.count for p, s in zip(fastest, segments, strict=True))
+    layers = [[min(p, key=lambda c: (c.seconds, c.kept))] * s.count for p, s in zip(points, segments, strict=True)]
+    least = bound = sum(c.seconds for copies in layers for c in copies)
     if budget is not None and _peak(segments, layers, base)[0] > budget:
         layers, bound = _fitted(segments, points, base, budget, host_budget)
-    peak, where = _peak(segments, layers, base)
     copies = [c for some in layers for c in some]
     seconds = max(sum(c.seconds for c in copies) - least, 0.0)
     lower = min(max(bound - least, 0.0), seconds)
     gap = (seconds - lower) / seconds if seconds else 0.0
-    return Plan(tuple(map(tuple, layers)), peak, where, seconds, lower, gap, sum(c.offloaded for c in copies))
+    host = sum(c.offloaded for c in copies)
+    return Plan(tuple(map(tuple, layers)), *_peak(segments, layers, base), seconds, lower, gap, host)
 
 
 def _in_order(points: Sequence[Choice], segment: Segment) -> list[Choice]:
@@ -334,14 +326,22 @@ def _fitted(
     """Choices for each copy within the budget, and the least seconds that any can have. Raises: Infeasible"""
     room = budget - base
     while (solved := _solved(segments, points, room, host_budget)) is not None:
-        if (over := _peak(segments, solved[0], base)[0] - budget) <= 0:
+        if (peak := _peak(segments, solved[0], base)[0]) <= budget:
             return solved
-        room -= 2 * over  # the solver's tolerance, a few bytes
-    smallest = _solved(segments, points, None, host_budget)
-    assert smallest is not None  # any choice will do where nothing bounds the peak
-    if (least := _peak(segments, smallest[0], base)[0]) > budget:
+        room -= 2 * (peak - base - room)  # over by the solver's tolerance; three times as far below the next time
+    layers, _ = _solved(segments, points, None, host_budget) or (_uniform(segments, points, base), 0.0)
+    if (least := _peak(segments, layers, base)[0]) > budget:
         raise Infeasible(budget, least)
-    return smallest[0], 0.0
+    return layers, 0.0
+
+
+def _uniform(segments: Sequence[Segment], points: Sequence[list[Choice]], base: int) -> list[list[Choice]]:
+    """Without HiGHS, should it fail: one choice for all copies of a segment, none offloaded, that lowers the peak."""
+    layers = [[min(p, key=lambda p: (p.offloaded, p.kept))] * s.count for p, s in zip(points, segments, strict=True)]
+    for i, mine in enumerate(points):
+        some = [[*layers[:i], [p] * segments[i].count, *layers[i + 1 :]] for p in mine if not p.offloaded]
+        layers = min(some, key=lambda layers: _peak(segments, layers, base)[0])
+    return layers
 
 
 def _solved(
@@ -360,7 +360,7 @@ def _solved(
     least_peak, room = room is None, most if room is None else room
     if room < grads:
         return None
-    unit = _SCALE / max(room, 1)
+    unit = _ROW / max(room, 1)
     peak, before = program.variable(room * unit, grads * unit), program.variable(0.0)
     counts: list[list[tuple[int, Choice]]] = []
     for segment, mine in pairs:
@@ -372,8 +372,8 @@ def _solved(
     flat = [pair for some in counts for pair in some]
     program.row([(v, p.offloaded / max(host_budget, 1)) for v, p in flat], high=min(host_budget, 1))
     second = _SCALE / (sum(max(p.seconds for p in mine) * s.count for s, mine in pairs) or 1.0)
-    cost = {v: p.seconds * second + (p.kept + p.offloaded) * unit * _TIE / _SCALE for v, p in flat}
-    if (result := program.minimise({peak: 1.0} if least_peak else cost)).x is None:
+    cost = {v: p.seconds * second + (p.kept + p.offloaded) * unit * _TIE for v, p in flat}
+    if (result := program.minimise({peak: _SCALE} if least_peak else cost)).x is None:
         return None
     layers = [[p for v, p in n for _ in range(round(result.x[v]))] for n in counts]
     slack = 0.0 if result.status == 0 else (result.fun - result.mip_dual_bound) / second

@@ -62,6 +62,7 @@ class Report:
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         if rows:
             lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        lines += [str(self.plan)] if self.plan is not None else []
         return "\n".join(lines)
 
 

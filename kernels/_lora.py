@@ -173,6 +173,7 @@ def _forward_extended(group: Group, rows: Tensor, biases: Sequence[Tensor | None
         at += group.ranks[i]
         same = bias is None or bias.dtype == w.dtype
         ys.append(F.linear(wide, w, bias) if same else F.linear(wide, w).add_(bias))
+        del w  # before the next one is allocated
     return ys, u
 
 

@@ -20,6 +20,8 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 # op -> bytes read and written by one call, as a function of the call's arguments. The planner's cost model.
 BYTES_MOVED: dict[torch._ops.OpOverload, Callable[..., int]] = {}
+# op -> bytes that one call allocates beside its outputs and frees again, where that is worth counting.
+WORKSPACE: dict[torch._ops.OpOverload, Callable[..., int]] = {}
 
 
 def define_op(
@@ -30,12 +32,13 @@ def define_op(
     fake: Callable[..., Any],
     flops: Callable[..., int],
     bytes_moved: Callable[..., int],
+    workspace: Callable[..., int] | None = None,
 ) -> torch._ops.OpOverload:
     """Register `fused_backend::<schema>` and return its overload.
 
     `reference` (plain torch) serves CPU and every device without Triton; `triton` serves CUDA (ROCm too) and XPU.
-    `fake` gives output shapes and must add no guards: no comparisons of sizes. `flops` and `bytes_moved` take the
-    call's own arguments. The operator never writes to an input.
+    `fake` gives output shapes and must add no guards: no comparisons of sizes. `flops`, `bytes_moved` and `workspace`
+    take the call's own arguments. The operator never writes to an input.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -61,6 +64,8 @@ def define_op(
     packet = getattr(getattr(torch.ops, NAMESPACE), name)
     register_flop_formula(packet, get_raw=True)(lambda *args, out_val=None, **kwargs: flops(*args, **kwargs))
     BYTES_MOVED[packet.default] = bytes_moved
+    if workspace is not None:
+        WORKSPACE[packet.default] = workspace
     return packet.default
 
 

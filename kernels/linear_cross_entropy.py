@@ -347,6 +347,12 @@ def _bytes_moved(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *res
     return nbytes(x, w, bias, target) + (rest[5] + rest[6]) * nbytes(x, w) + sweeps * logits
 
 
+def _workspace(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> int:
+    """A chunk of logits, and the wider sum of dw where there are several chunks."""
+    chunk = _chunk_rows(len(x), *w.shape, x.element_size(), rest[6])
+    return chunk * len(w) * x.element_size() + (4 * w.numel() if rest[6] and chunk < len(x) else 0)
+
+
 linear_cross_entropy = define_op(
     "linear_cross_entropy(Tensor x, Tensor w, Tensor? bias, Tensor target, str reduction, int ignore_index, "
     "float label_smoothing, float logit_scale, float softcap, bool need_dx, bool need_dw, bool need_dbias) "
@@ -356,6 +362,7 @@ linear_cross_entropy = define_op(
     fake=linear_cross_entropy_fake,
     flops=lambda x, w, bias, target, *rest: 2 * x.shape[0] * w.numel() * (1 + rest[5] + rest[6]),
     bytes_moved=_bytes_moved,
+    workspace=_workspace,
 )
 
 

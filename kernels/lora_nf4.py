@@ -96,6 +96,15 @@ def _bytes_moved(
     return nbytes(x, *weight, *absmax, *bias, *lora_a, *lora_b, *keep) + decoded + ys
 
 
+def _workspace(
+    x, weight, absmax, nested, bias, lora_a, lora_b, keep, out_features, scaling, dropout, quant_type, blocksize,
+    base_dtype, lora_dtype, out_dtype,
+) -> int:  # fmt: skip
+    """A decoded weight and, where the adapter rides along, x beside u."""
+    wide = x.shape[-1] + lora.low_rank.MAX_RANK
+    return 0 if quant_type == "none" else (max(out_features) + math.prod(x.shape[:-1])) * wide * base_dtype.itemsize
+
+
 def _forward(on: lora.On, *args: Any) -> list[Tensor]:
     _check(*args[1:-4])
     return lora.forward(on, *args)
@@ -109,6 +118,7 @@ lora_linear = define_op(
     fake=_fake,
     flops=_flops,
     bytes_moved=_bytes_moved,
+    workspace=_workspace,
 )  # fmt: skip
 
 
@@ -145,6 +155,17 @@ def _bytes_moved_bwd(
     return passes * nbytes(*dy) + saved + nbytes(*bits, *lora_a, *lora_b) + needs_dx * (nbytes(*weight) + decoded) + dx
 
 
+def _workspace_bwd(
+    dy, x, u, bits, weight, absmax, nested, lora_a, lora_b, out_features, scaling, dropout, quant_type, blocksize,
+    base_dtype, lora_dtype, in_features, *rest: Any,
+) -> int:  # fmt: skip
+    """A decoded weight and, where the adapter rides along, dy beside v."""
+    if quant_type == "none":
+        return 0
+    beside = math.prod(dy[0].shape[:-1]) if len(dy) == 1 and out_features[0] < in_features else 0
+    return (max(out_features) * in_features + beside * out_features[0]) * base_dtype.itemsize
+
+
 lora_linear_bwd = define_op(
     "lora_linear_bwd(Tensor[] dy, Tensor? x, Tensor? u, Tensor[] bits, " + _SHARED.format(bias="", keep="")
     + ", int in_features, ScalarType x_dtype, ScalarType bias_dtype, bool needs_dx, bool needs_adapters, "
@@ -154,6 +175,7 @@ lora_linear_bwd = define_op(
     fake=_fake_bwd,
     flops=_flops_bwd,
     bytes_moved=_bytes_moved_bwd,
+    workspace=_workspace_bwd,
 )  # fmt: skip
 refuse_double_backward(lora_linear_bwd)
 

@@ -22,7 +22,8 @@ from torch import nn
         ({"strict": 1}, "strict must be True or False"),
         ({"max_rewrites": -1}, "max_rewrites must be an integer"),
         ({"memory_budget": "20 gigs"}, "memory_budget must be"),
-        ({"memory_budget": "20GiB"}, "not implemented yet"),
+        ({"memory_budget": -1}, "memory_budget must be"),
+        ({"respect_checkpointing": 1}, "respect_checkpointing must be True or False"),
     ],
 )
 def test_bad_options_are_named(options, message):

@@ -5,6 +5,8 @@ import math
 import time
 
 import pytest
+import scipy.optimize
+from fused_backend.compiler import planner
 from fused_backend.compiler.planner import DIFFERENT, SLOWDOWN, Choice, Infeasible, Segment, Value, front, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,7 +67,7 @@ def graphs(draw, most=8):
     return tuple(values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(graphs())
 def test_each_point_is_the_fastest_for_the_bytes_it_keeps(values):
     possible = [(size(values, kept), c) for kept in subsets(len(values)) if (c := cost(values, kept)) is not None]
@@ -114,7 +116,7 @@ def test_a_segment_that_keeps_nothing():
     assert front(Segment("head", ())) == [Choice((), 0, 0, 0.0, 0, 0)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(graphs(most=5), st.integers(0, 3), st.sampled_from([0.0, 5.0, 20.0]))
 def test_each_offloading_point_is_the_fastest_too(values, which, compute):
     values = tuple(
@@ -165,7 +167,7 @@ def transient_of(values, workspace=5):
     return transient
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(graphs(most=6), graphs(most=4), st.integers(2, 3), st.integers(0, 25), st.integers(0, 20), st.data())
 def test_a_plan_is_the_best_of_all(values, others, count, grad, workspace, data):
     segments = [
@@ -184,6 +186,37 @@ def test_a_plan_is_the_best_of_all(values, others, count, grad, workspace, data)
         assert_holds(made, segments, 100, budget)
         assert made.seconds == min(seconds for peak, seconds in figures if peak <= budget) - fastest
         assert made.gap == 0
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Sets for which options HiGHS fails, as 1.12 does where it rejects its own solution ("Solve error")."""
+    milp = scipy.optimize.milp
+
+    def install(fails):
+        planner._selections.cache_clear()
+        failed = scipy.optimize.OptimizeResult(x=None, status=4)
+        monkeypatch.setattr(scipy.optimize, "milp", lambda *a, **k: failed if fails(k["options"]) else milp(*a, **k))
+
+    yield install
+    planner._selections.cache_clear()
+
+
+def test_what_the_solver_fails_at_is_solved_without_presolve_or_has_a_plan_without_it(failing):
+    values = of_chain("b", "c")
+    segments = [Segment(n, values, count, 2, transient_of(values)) for n, count in (("first", 1), ("layers", 3))]
+    with pytest.raises(Infeasible) as least:
+        plan(segments, 100, 1)
+    failing(lambda options: options.get("presolve", True))
+    with pytest.raises(Infeasible) as error:
+        plan(segments, 100, 1)
+    assert error.value.smallest == least.value.smallest
+    failing(lambda options: True)
+    with pytest.raises(Infeasible) as error:
+        plan(segments, 100, 1)
+    stated = error.value.smallest
+    assert stated >= least.value.smallest
+    assert_holds(plan(segments, 100, stated), segments, 100, stated)
 
 
 def of_one_value(kept, again, **rest):

@@ -4,12 +4,14 @@ Reading order: backend.py (the pipeline, start to end), canonicalize.py and spel
 match.py (an idiom against a graph), rewrite.py (sites, checks, replacement), layout.py (views that other strides would
 break), deferred.py (logits that compute themselves when read), partition.py (what is saved), then for memory budgets
 budget.py (a joint graph cut into layers, the plan written on its nodes), memory.py (bytes at every position), cost.py
-(seconds of a node), planner.py (the integer programs); report.py (what was decided), options.py, fusions.py, errors.py.
+(seconds of a node), planner.py (the integer programs), frontier.py (plans at many budgets, drawn); report.py (what was
+decided), options.py, fusions.py, errors.py.
 """
 
 from .backend import explain, fused
 from .budget import BudgetError, MemoryPlan
 from .errors import InternalError, RefusedError
+from .frontier import Point, frontier
 from .options import Options
 from .report import Decision, Report
 
@@ -19,8 +21,10 @@ __all__ = [
     "InternalError",
     "MemoryPlan",
     "Options",
+    "Point",
     "RefusedError",
     "Report",
     "explain",
+    "frontier",
     "fused",
 ]

@@ -215,8 +215,7 @@ def _valid_rows(target: Tensor, ignore_index: int, work: int) -> Tensor | None:
     if not on_cpu and (work < 2**39 or (target.is_cuda and torch.cuda.is_current_stream_capturing())):
         return None
     rows = (target != ignore_index).nonzero().squeeze(1)
-    few = rows.shape[0] < T if on_cpu else 16 * rows.shape[0] < 15 * T
-    return rows if few else None
+    return rows if (rows.shape[0] < T if on_cpu else 16 * rows.shape[0] < 15 * T) else None
 
 
 def _check_labels(target: Tensor, V: int, ignore_index: int) -> None:
@@ -243,10 +242,8 @@ def _compute(step: Any, x: Tensor, w: Tensor, bias: Tensor | None, target: Tenso
         # The step in torch holds several copies of its chunk, and a CPU loses nothing with smaller products.
         chunk = min(chunk, max(64, 2**24 // (V * x.element_size())))
 
-    losses = x.new_empty(count, dtype=wide)
-    dx = _room(x, need_dx)
-    dw = _room(w, need_dw, None if chunk >= count else wide)
-    sums = w.new_zeros(V if need_dbias else 0, dtype=wide)
+    losses, sums = x.new_empty(count, dtype=wide), w.new_zeros(V if need_dbias else 0, dtype=wide)
+    dx, dw = _room(x, need_dx), _room(w, need_dw, None if chunk >= count else wide)
     if rows is not None:
         dx.zero_()
     if count == 0:
@@ -329,8 +326,7 @@ def linear_cross_entropy_reference(
 
 
 def linear_cross_entropy_triton(x: Tensor, *rest: Any) -> Outputs:
-    step = _step_torch if x.dtype is torch.float64 else _step_triton
-    return linear_cross_entropy_reference(x, *rest, step=step)
+    return linear_cross_entropy_reference(x, *rest, step=_step_torch if x.dtype is torch.float64 else _step_triton)
 
 
 def linear_cross_entropy_fake(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> Outputs:
@@ -349,8 +345,8 @@ def _bytes_moved(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *res
 
 def _workspace(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> int:
     """A chunk of logits, and the wider sum of dw where there are several chunks."""
-    chunk = _chunk_rows(len(x), *w.shape, x.element_size(), rest[6])
-    return chunk * len(w) * x.element_size() + (4 * w.numel() if rest[6] and chunk < len(x) else 0)
+    chunk, size = _chunk_rows(len(x), *w.shape, x.element_size(), rest[6]), x.element_size()
+    return chunk * len(w) * size + (4 * w.numel() if rest[6] and chunk < len(x) else 0)
 
 
 linear_cross_entropy = define_op(

@@ -1,0 +1,160 @@
+"""Memory budgets on a GPU: a step at each of them, the peak and time that were predicted beside those measured.
+
+    python bench/budget.py --model llama3-8b --mode qlora --budgets none,20GiB,11.6GiB
+    python bench/budget.py --tiny --device cpu --layers 3 --budgets none,6MiB       # a dry run without a GPU
+
+The model is traced once, and the one graph is compiled for every budget in turn. AdamW's state is there before the
+first of them, so that plans count it. Rows go to bench/results/budget.json (or $OUT), `--draw` makes the picture there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import _harness as harness
+import _models
+import model as steps
+import torch
+
+PICTURE = "budget.png"
+
+
+class Sweep:
+    """A backend that compiles one graph for several budgets; `now` says which of them runs."""
+
+    def __init__(self, budgets: list[str], lowering: str) -> None:
+        self.budgets, self.lowering = budgets, lowering
+        self.now, self.plans, self.made, self.compile_s = 0, {}, {}, {}
+        self.graph: Any = None
+
+    def __call__(self, gm: Any, example_inputs: Any) -> Any:
+        self.graph = gm, example_inputs
+
+        def run(*args: Any) -> Any:
+            # Compiled where it is first needed: the allocator then holds what it holds in training.
+            if self.now not in self.made:
+                self.made[self.now] = self._compiled(*self.graph)
+            return self.made[self.now](*args)
+
+        return run
+
+    def _compiled(self, gm: Any, example_inputs: Any) -> Any:
+        from fused_backend.compiler import backend, budget
+        from fused_backend.compiler.rewrite import backup
+
+        given = self.budgets[self.now]
+        options = {"lowering": self.lowering} | ({} if given == "none" else {"memory_budget": given})
+        restore, begun, apply = backup(gm), time.perf_counter(), budget.apply
+
+        def noting(*args: Any) -> Any:
+            self.plans[self.now] = apply(*args)
+            return self.plans[self.now]
+
+        backend.partition.__globals__["apply"] = noting
+        try:
+            return backend.fused(gm, example_inputs, options=options)
+        finally:
+            backend.partition.__globals__["apply"] = apply
+            restore()
+            self.compile_s[self.now] = time.perf_counter() - begun
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    config = _models.config_of(options.model, options.layers, options.tiny)
+    dtype = torch.bfloat16
+    model = _models.build("eager", config, options.mode, dtype, options.device, options.seq)
+    sweep = Sweep(options.budgets.split(","), "inductor" if options.device == "cuda" else "aot_eager")
+    step, _ = steps._training_step(model, config, options)
+    _make_optimizer_state(step)
+    model.compile(backend=sweep)
+    for i, budget in enumerate(sweep.budgets):
+        sweep.now = i
+        row = {
+            "model": options.model, "mode": options.mode, "layers": config.num_hidden_layers, "budget": budget,
+            "batch": options.batch, "seq": options.seq,
+        }  # fmt: skip
+        try:
+            loss, norm = step(0, with_norm=True)
+            row |= {"loss": loss.item(), "grad_norm": norm.item()}
+            step(1)
+            row |= steps._timed(lambda at: step(2 + at), options.steps, options.device)
+        except Exception as error:  # a budget that is refused is a row too
+            row["failed"] = " ".join(str(error).split("\n\n")[0].split())[:300]
+        row["compile_s"] = sweep.compile_s.get(sweep.now, 0.0)
+        if (plan := sweep.plans.get(sweep.now)) is not None:
+            row |= {
+                "predicted_peak_GiB": plan.peak / 2**30, "predicted_ms": 1e3 * plan.seconds,
+                "predicted_extra_ms": 1e3 * plan.extra_seconds, "gap": plan.gap,
+                "kinds": [[r.name, r.kept, r.recomputed] for r in plan.kinds if r.kept + r.recomputed > 2**20],
+            }  # fmt: skip
+        sweep.made.pop(sweep.now, None)
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "kinds"}, flush=True)
+        yield row
+
+
+def _make_optimizer_state(step: Any) -> None:
+    """AdamW's moments, made by a step with gradients of zero, which changes no weight."""
+    closure = dict(zip(step.__code__.co_freevars, (cell.cell_contents for cell in step.__closure__), strict=True))
+    for parameter in closure["parameters"]:
+        parameter.grad = torch.zeros_like(parameter)
+    closure["optimizer"].step()
+    closure["optimizer"].zero_grad(set_to_none=True)
+
+
+def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name in dict.fromkeys((r["model"], r["mode"]) for r in rows):
+        mine = sorted(
+            (r for r in rows if (r["model"], r["mode"]) == name and "peak_GiB" in r), key=lambda r: r["peak_GiB"]
+        )
+        axes.plot([r["peak_GiB"] for r in mine], [r["ms"] for r in mine], "o-", label=f"{' '.join(name)}, measured")
+    axes.set(xlabel="allocator peak, GiB", ylabel="ms per step")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(_models.MODELS), default="llama3-8b")
+    parser.add_argument("--mode", choices=steps.MODES, default="qlora")
+    parser.add_argument("--budgets", default="none,26GiB,20GiB,16GiB,13GiB,11.6GiB,10GiB")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--draw", action="store_true", help="draw what bench/results has, measure nothing")
+    options = parser.parse_args(arguments)
+    if options.draw:
+        rows = json.loads((harness.RESULTS / "budget.json").read_text())["rows"]
+        draw(rows, harness.RESULTS / PICTURE)
+        return
+    about = {"command": f"python bench/budget.py {shlex.join(sys.argv[1:])}", **steps.provenance()}
+    folder = pathlib.Path(os.environ.get("OUT", harness.RESULTS))
+    earlier = json.loads((folder / "budget.json").read_text())["rows"] if (folder / "budget.json").exists() else []
+    rows = [r for r in earlier if (r["model"], r["mode"]) != (options.model, options.mode)]
+    for row in measure(options):
+        rows.append(row | about)
+        if not options.tiny or "OUT" in os.environ:
+            harness.save("budget", rows)  # after every row: a run may be stopped at a time limit
+
+
+if __name__ == "__main__":
+    main()

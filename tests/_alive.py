@@ -1,0 +1,178 @@
+"""What the two halves of a training step hold, found from the graphs themselves and not as the planner finds it.
+
+Two tensors share memory where torch's fake tensors do; all else is a walk through the nodes in the order they run.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fused_backend.compiler import Options, budget, partition
+from fused_backend.compiler.backend import lower, rewrite
+from fused_backend.compiler.budget import Joint, Request
+from fused_backend.kernels._op import WORKSPACE
+from torch.fx import GraphModule, Node
+
+# What costs much to make again.
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "fused_backend::lora_linear")
+
+
+def tensors(node: Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, torch.Tensor)]
+
+
+def memory(gm: GraphModule, given: dict[str, list[Hashable]] | None = None) -> tuple[dict[Node, list], dict]:
+    """For each node the pieces of memory that its tensors lie in, and the bytes of each piece.
+
+    given  pieces of inputs, by their names: of a backward, what the forward says of them
+    """
+    pieces: dict[Node, list] = {}
+    size: dict[Hashable, int] = {}
+    for node in gm.graph.nodes:
+        pieces[node] = []
+        if node.target is operator.getitem and node.args[0].op != "placeholder":
+            position = [i for i, v in enumerate(node.args[0].meta["val"]) if isinstance(v, torch.Tensor)]
+            if node.args[1] in position:
+                pieces[node] = [pieces[node.args[0]][position.index(node.args[1])]]
+            continue
+        for i, t in enumerate(tensors(node) if node.op != "output" else []):
+            inputs = [(p, u) for n in node.all_input_nodes for p, u in zip(pieces[n], tensors(n), strict=True)]
+            shared = [p for p, u in inputs if u.untyped_storage()._cdata == t.untyped_storage()._cdata]
+            known = given[node.name] if given is not None and node.op == "placeholder" and node.name in given else []
+            piece = (known or shared or [(node.name, i)])[0]
+            size.setdefault(piece, t.untyped_storage().nbytes())
+            pieces[node].append(piece)
+    return pieces, size
+
+
+def highest(gm: GraphModule, pieces: dict[Node, list], size: dict, always: set) -> int:
+    """The most bytes at any time beyond what is there `always`. Inputs and values go after their last reader."""
+    nodes = list(gm.graph.nodes)
+    last = {p: at for at, n in enumerate(nodes) for m in (n, *n.all_input_nodes) for p in pieces[m]}
+    live = {p for n in nodes if n.op == "placeholder" for p in pieces[n]} - always
+    most = sum(size[p] for p in live)
+    for at, node in enumerate(nodes):
+        if node.op in ("placeholder", "output"):
+            continue
+        live |= set(pieces[node]) - always
+        work = WORKSPACE[node.target](*_values(node.args), **_values(node.kwargs)) if node.target in WORKSPACE else 0
+        most = max(most, sum(size[p] for p in live) + work)
+        live -= {p for p in live if last[p] <= at}
+    return most
+
+
+def _values(arguments: Any) -> Any:
+    return torch.fx.node.map_arg(arguments, lambda n: n.meta["val"])
+
+
+@dataclass
+class Half:
+    """One partitioned graph."""
+
+    forward: GraphModule
+    backward: GraphModule
+    outputs: int  # of the forward that the user sees
+    joint: Joint | None = None
+    chosen: dict[Node, str] = field(default_factory=dict)
+
+    def peak(self) -> int:
+        """Bytes of the whole: parameters and inputs, and the higher of the two halves."""
+        mine, size = memory(self.forward)
+        base = {p for n in self.forward.graph.nodes if n.op == "placeholder" for p in mine[n]}
+        theirs, other = memory(self.backward, {n.name: p for n, p in mine.items() if p})
+        held = sum(size[p] for p in base)
+        backward = highest(self.backward, theirs, other, base)
+        return held + max(highest(self.forward, mine, size, base), backward)
+
+    def saved(self) -> set:
+        """Pieces that the forward makes and hands to the backward."""
+        mine, _ = memory(self.forward)
+        inputs = {p for n in self.forward.graph.nodes if n.op == "placeholder" for p in mine[n]}
+        outputs: Any = self.forward.graph.output_node().args[0]
+        return {p for n in outputs[self.outputs :] if isinstance(n, Node) for p in mine[n]} - inputs
+
+    def planned(self) -> set:
+        """Pieces that the plan keeps."""
+        kept = (n for n, what in self.chosen.items() if what == "keep" and n.op == "call_function")
+        return {(n.args[0].name, n.args[1]) if n.target is operator.getitem else (n.name, 0) for n in kept}
+
+    def products(self) -> int:
+        """Products made in both halves together."""
+        return sum(count(half, *PRODUCTS) for half in (self.forward, self.backward))
+
+    def again(self, *names: str) -> list[str]:
+        """Calls of the forward that the backward repeats."""
+        first = {n.name for n in self.forward.graph.nodes if n.op == "call_function"}
+        repeated = [n for n in self.backward.graph.nodes if n.op == "call_function" and n.name in first]
+        return [n.name for n in repeated if not names or named(n) in names]
+
+
+def named(node: Node) -> str:
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+
+
+def count(gm: GraphModule, *names: str) -> int:
+    return sum(named(n) in names for n in gm.graph.nodes)
+
+
+class Watch:
+    """Sees every partitioned graph while it is in force."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.halves: list[Half] = []
+        split, mark = partition.min_cut_rematerialization_partition, budget.mark
+        planned: list[tuple[Joint, dict[Node, str]]] = []
+
+        def spy_mark(joint: Joint, chosen: dict[Node, str]) -> None:
+            planned.append((joint, chosen))
+            mark(joint, chosen)
+
+        def spy_split(gm: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
+            forward, backward = split(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+            self.halves.append(Half(forward, backward, num_fwd_outputs, *(planned.pop() if planned else ())))
+            return forward, backward
+
+        monkeypatch.setattr(partition, "min_cut_rematerialization_partition", spy_split)
+        monkeypatch.setattr(budget, "mark", spy_mark)
+
+
+class Sweep:
+    """A backend that lowers one trace of a model under several budgets: None, and from most down to least bytes."""
+
+    def __init__(self, watch: Watch, steps: int = 6) -> None:
+        self.watch, self.steps = watch, steps
+        self.budgets: list[int | None] = []
+        self.compiled: list[Callable[..., Any]] = []
+        self.now = 0
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        options = Options(lowering="aot_eager")
+        _, finish = rewrite(gm, options)
+
+        def lowered(request: Request | None) -> Callable[..., Any]:
+            return finish(lower(copy.deepcopy(gm), example_inputs, options, None, request))
+
+        self.compiled = [lowered(None), lowered(Request(None))]
+        joint = self.watch.halves[-1].joint
+        assert joint is not None
+        most, least = needed(joint)
+        self.budgets = [None, None]
+        for step in range(self.steps):
+            self.budgets.append(least + (most - least) * (self.steps - 1 - step) // (self.steps - 1))
+            self.compiled.append(lowered(Request(self.budgets[-1])))
+        return lambda *args: self.compiled[self.now](*args)
+
+
+def needed(joint: Joint) -> tuple[int, int]:
+    """The most bytes that a budget can be used for, and the least that one can have."""
+    try:
+        least = joint.plan(1)[2]
+    except budget.Infeasible as error:
+        least = error.smallest
+    return tuple(int(bytes_ / (1 - budget.MARGIN)) + 2 for bytes_ in (joint.plan(None)[2], least))  # type: ignore

@@ -90,6 +90,25 @@ def steps() -> list[str]:
     return lines[:-1]
 
 
+def budgets() -> list[str]:
+    """Training steps under a memory budget: time beside the step without one, peak beside the predicted one."""
+    lines = [
+        "| memory_budget, B2 x S4096 | budget | ms/step | of none | peak GiB | predicted peak |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = load("budget")["rows"]
+    free = {(r["model"], r["mode"]): r["ms"] for r in rows if r["budget"] == "none"}
+    for row in sorted(rows, key=lambda r: (r["model"], -r.get("peak_GiB", 0))):
+        name = f"| {row['model']} {row['mode']} | {row['budget']} |"
+        if "failed" in row:
+            lines.append(f"{name} refused: {row['failed'].split('. Raise')[0]} | | | |")
+            continue
+        ratio = row["ms"] / free[row["model"], row["mode"]]
+        predicted = f"{row['predicted_peak_GiB']:.2f}" if "predicted_peak_GiB" in row else ""
+        lines.append(f"{name} {row['ms']:.0f} | {ratio:.2f} | {row['peak_GiB']:.2f} | {predicted} |")
+    return lines
+
+
 def two_layers() -> list[str]:
     """Training steps of two layers."""
     lines = [
@@ -143,7 +162,7 @@ def table() -> str:
     )
     text = [
         f"{where}; repeat with `python bench/on_gpu.py`, all rows in [bench/results](bench/results).",
-        "", *steps(), "", *adapted_layers(), "", *two_layers(), "", *heads(), "", *memory_bound(),
+        "", *steps(), "", *budgets(), "", *adapted_layers(), "", *two_layers(), "", *heads(), "", *memory_bound(),
     ]  # fmt: skip
     return "\n".join(text)
 

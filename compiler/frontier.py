@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._functorch import config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
@@ -79,7 +80,10 @@ class Captured:
     static_inputs: list[int] | None  # parameters, which are there anyway
 
     def copied(self) -> GraphModule:
-        return _copy(self.module)
+        """With what is computed twice merged, as the backend and torch's partitioner do first."""
+        gm = _copy(self.module)
+        gm.graph.eliminate_dead_code()
+        return GraphModule(gm, fx_graph_cse(gm.graph)) if config.cse else gm
 
     def joint(self, respect_checkpointing: bool = False) -> Joint:
         """As the backend plans it."""
@@ -92,11 +96,10 @@ class Captured:
         return Joint(gm, backward_nodes(gm.graph), self.num_fwd_outputs)
 
     def unmarked(self) -> tuple[GraphModule, Joint]:
-        """As others plan it: no marks, and what is computed twice merged, as torch's partitioner does first."""
+        """As others plan it: without marks."""
         gm = self.copied()
         for node in gm.graph.nodes:
             node.meta.pop("recompute", None)
-        gm = GraphModule(gm, fx_graph_cse(gm.graph))
         return gm, Joint(gm, backward_nodes(gm.graph), self.num_fwd_outputs)
 
     def saved_by_torch(self, gm: GraphModule) -> set[str]:
@@ -211,12 +214,14 @@ def keeping(joint: Joint, names: Collection[str], label: str) -> Point:
 
     Random numbers that are not among them are kept all the same: drawn again they would be others.
     """
-    roots = {root for node, root in joint.storages.roots.items() if node.name in names}
-    values = joint.work.values
+    storages = joint.storages
+    roots = {root for node, root in storages.roots.items() if node.name in names}
+    read = {root for node in storages.backward for root in storages.read(node)}
+    # What only the backward makes need not be made where what comes of it is kept.
+    values = [replace(v, needed=node in read) for v, node in zip(joint.work.values, joint.values, strict=True)]
     keep = [v.choice == "keep" or node in roots for v, node in zip(values, joint.values, strict=True)]
     choices = _completed(values, keep, [False] * len(values))
     chosen = dict(zip(joint.values, choices, strict=True))
-    joint.check(chosen)
     return Point(None, joint.peak(chosen), _seconds(joint, chosen), label)
 
 
@@ -234,11 +239,15 @@ def draw(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
     axes = figure.add_subplot()
     ours = [p for p in points if not p.label]
     axes.plot([p.peak / scale for p in ours], [1e3 * p.seconds for p in ours], "o-", ms=4, label="planned")
+    labels: dict[tuple[float, float], list[str]] = {}
     for p in points:
         if p.label:
-            at = p.peak / scale, 1e3 * p.seconds
-            axes.plot(*at, "s", color="tab:red", ms=6)
-            axes.annotate(p.label, at, xytext=(6, 6), textcoords="offset points", fontsize=9)
+            labels.setdefault((p.peak / scale, 1e3 * p.seconds), []).append(p.label)
+    middle = (min(p.peak for p in points) + max(p.peak for p in points)) / 2 / scale
+    for at, names in labels.items():
+        axes.plot(*at, "s", color="tab:red", ms=6)
+        side, away = ("right", -6) if at[0] > middle else ("left", 6)
+        axes.annotate("\n".join(names), at, xytext=(away, 6), textcoords="offset points", fontsize=9, ha=side)
     axes.set_xlabel(f"predicted peak, {unit}")
     axes.set_ylabel("predicted forward and backward, ms")
     axes.margins(x=0.15, y=0.1)

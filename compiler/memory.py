@@ -30,6 +30,7 @@ class Operation:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     workspace: int = 0
+    late: bool = False  # does not run in the forward, though it reads no gradient: the backward makes it, once
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Work:
         """
         kept = {i for i, c in enumerate(choices) if c == "keep" and self.values[i].choice != "free"}
         free = {i for i, v in enumerate(self.values) if v.choice == "free"}
-        forward = self._walk(self.forward, free, kept | set(self.leave_forward), set())
+        early = [op for op in self.forward if not op.late]
+        forward = self._walk(early, free, kept | set(self.leave_forward), set())
         steps = self._with_recomputation(choices)
         start = kept if keep_freed else set()
         known = free | (set() if keep_freed else kept)
@@ -124,6 +126,12 @@ class Storages:
         for node in graph.nodes:
             self.roots[node] = self.roots[node.all_input_nodes[0]] if is_view(node) else node
 
+    def is_late(self, node: Node) -> bool:
+        """Is a call needed by the backward alone, though it reads no gradient?"""
+        node = self.roots[node]
+        call = node.args[0] if node.target is operator.getitem else node
+        return call.op == "call_function" and call not in self.forward and call not in self.backward  # pyright: ignore
+
     def read(self, node: Node) -> list[Node]:
         """Roots of the tensors that a call reads, in order, each once."""
         return list(dict.fromkeys(self.roots[n] for n in node.all_input_nodes if _tensor(n) is not None))
@@ -140,7 +148,7 @@ def work_of(
 ) -> tuple[Work, list[Node]]:
     """The `Work` of some calls of a joint graph, in graph order, and the node of each of its values.
 
-    Values read but made elsewhere may only be kept, or are free where they are placeholders or in `free`.
+    Values read but made elsewhere may only be kept, or are free where they are placeholders, in `free` or late.
     """
     calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem and not is_view(n)]
     forward = [n for n in calls if n not in storages.backward]
@@ -156,17 +164,17 @@ def work_of(
 
     def value(root: Node) -> Value:
         call = own.get(root)
-        choice = (
-            _choice(root, call, storages) if call is not None else "free" if _held(root) or root in free else "keep"
-        )
+        there = _held(root) or root in free or storages.is_late(root)
+        choice = _choice(root, call, storages) if call is not None else "free" if there else "keep"
         inputs = tuple(at[r] for r in storages.read(call)) if call is not None else ()
         time = seconds(call, ceilings) if call in storages.forward else 0.0
         node = number[call] if call is not None else -1 - at[root]
-        return Value("", nbytes_of(root.meta["val"]), inputs, time, node, root in needed, choice)
+        read = root in needed or (call is not None and storages.is_late(call))
+        return Value("", nbytes_of(root.meta["val"]), inputs, time, node, read, choice)
 
     def operation(n: Node) -> Operation:
         makes = tuple(at[r] for r in storages.made(n))
-        return Operation(tuple(at[r] for r in storages.read(n)), makes, workspace(n))
+        return Operation(tuple(at[r] for r in storages.read(n)), makes, workspace(n), storages.is_late(n))
 
     here = set(nodes)
     leaving = {g: [u for u in _users(g, storages) if u not in here] for g in grads}
@@ -203,8 +211,18 @@ def _choice(root: Node, call: Node, storages: Storages) -> str:
     policy = root.meta.get("recompute", call.meta.get("recompute"))
     if _acts(call) or policy is CheckpointPolicy.MUST_SAVE:
         return "keep"
-    later = call not in storages.forward or policy is CheckpointPolicy.MUST_RECOMPUTE
-    return "recompute" if later else "any"
+    again = policy in _AGAIN and not _leaves_region(root, storages)
+    return "recompute" if again or storages.is_late(call) else "any"
+
+
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _leaves_region(root: Node, storages: Storages) -> bool:
+    """Does the next checkpointed region begin with it? Made again, it would take all regions before along."""
+    region = root.meta.get("ac_graph_id", 0)
+    return any(u.meta.get("recompute") in _AGAIN and u.meta.get("ac_graph_id", 0) > region
+               for u in _users(root, storages))  # fmt: skip
 
 
 def _acts(call: Node) -> bool:
@@ -217,8 +235,10 @@ def _acts(call: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Does a node give (part of) the memory of its first input? Taking one of several outputs does not."""
-    return node.target is not operator.getitem and _renames(node)
+    """Does a node give (part of) the memory of its first input? One of several outputs does if all are views of it."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_view(node.args[0])
+    return _renames(node)
 
 
 def workspace(call: Node) -> int:

@@ -15,6 +15,8 @@ import pathlib
 from typing import Any
 
 import torch
+from torch._functorch import config
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
@@ -32,6 +34,10 @@ def partition(
     gm: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, request: Request | None = None, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph into forward and backward, within a memory budget if one is requested. Raises: BudgetError"""
+    if request is not None and config.cse:
+        # Torch merges equal calls before it splits: a plan made before would hold what is gone, and marks would clash.
+        gm.graph.eliminate_dead_code()
+        gm.graph = fx_graph_cse(gm.graph)
     recompute_what_is_cheap(gm.graph)
     if request is not None:
         plan = apply(gm, backward_nodes(gm.graph), request, num_fwd_outputs)

@@ -97,10 +97,19 @@ class Half:
         outputs: Any = self.forward.graph.output_node().args[0]
         return {p for n in outputs[self.outputs :] if isinstance(n, Node) for p in mine[n]} - inputs
 
+    def sizes(self) -> dict:
+        """Bytes of each piece that the forward makes or that the plan keeps."""
+        planned = {self._piece(n): n.meta["val"].untyped_storage().nbytes() for n in self.chosen}
+        return planned | memory(self.forward)[1]
+
+    @staticmethod
+    def _piece(node: Node) -> tuple:
+        return (node.args[0].name, node.args[1]) if node.target is operator.getitem else (node.name, 0)  # type: ignore
+
     def planned(self) -> set:
         """Pieces that the plan keeps."""
         kept = (n for n, what in self.chosen.items() if what == "keep" and n.op == "call_function")
-        return {(n.args[0].name, n.args[1]) if n.target is operator.getitem else (n.name, 0) for n in kept}
+        return {self._piece(n) for n in kept}
 
     def products(self) -> int:
         """Products made in both halves together."""
@@ -115,6 +124,11 @@ class Half:
 
 def named(node: Node) -> str:
     return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+
+
+def called(node: Node) -> str:
+    """What makes a value: the call, where it is one of several outputs."""
+    return named(node.args[0] if node.target is operator.getitem else node)  # type: ignore[arg-type]
 
 
 def count(gm: GraphModule, *names: str) -> int:
@@ -143,34 +157,40 @@ class Watch:
 
 
 class Sweep:
-    """A backend that lowers one trace of a model under several budgets: None, and from most down to least bytes."""
+    """A backend that lowers each traced graph without a plan, and with plans from its most down to its least bytes."""
 
-    def __init__(self, watch: Watch, steps: int = 6) -> None:
-        self.watch, self.steps = watch, steps
-        self.budgets: list[int | None] = []
-        self.compiled: list[Callable[..., Any]] = []
-        self.now = 0
+    def __init__(self, watch: Watch, steps: int = 3, respect_checkpointing: bool = False) -> None:
+        self.watch, self.steps, self.respect_checkpointing = watch, steps, respect_checkpointing
+        self.budgets: list[list[int]] = []  # of each graph
+        self.halves: list[list[Half]] = []
+        self.now = -1  # which step runs; -1: the one without a plan
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        options = Options(lowering="aot_eager")
+        options, made = Options(lowering="aot_eager"), self.watch.halves
         _, finish = rewrite(gm, options)
+        start = len(made)
 
         def lowered(request: Request | None) -> Callable[..., Any]:
             return finish(lower(copy.deepcopy(gm), example_inputs, options, None, request))
 
-        self.compiled = [lowered(None), lowered(Request(None))]
-        joint = self.watch.halves[-1].joint
-        assert joint is not None
-        most, least = needed(joint)
-        self.budgets = [None, None]
-        for step in range(self.steps):
-            self.budgets.append(least + (most - least) * (self.steps - 1 - step) // (self.steps - 1))
-            self.compiled.append(lowered(Request(self.budgets[-1])))
-        return lambda *args: self.compiled[self.now](*args)
+        without = lowered(None)
+        if len(made) == start:
+            return without  # nothing in it trains
+        widest = lowered(Request(None, self.respect_checkpointing))
+        most, least = needed(made[-1].joint)
+        budgets = [most - (most - least) * i // (self.steps - 1) for i in range(self.steps)]
+        compiled = [widest, *(lowered(Request(b, self.respect_checkpointing)) for b in budgets[1:]), without]
+        self.budgets.append(budgets)
+        self.halves.append(made[start + 1 :])
+        return lambda *args: compiled[self.now](*args)
+
+    def pairs(self) -> list[tuple[int, Half]]:
+        return [p for both in zip(self.budgets, self.halves, strict=True) for p in zip(*both, strict=True)]
 
 
-def needed(joint: Joint) -> tuple[int, int]:
+def needed(joint: Joint | None) -> tuple[int, int]:
     """The most bytes that a budget can be used for, and the least that one can have."""
+    assert joint is not None
     try:
         least = joint.plan(1)[2]
     except budget.Infeasible as error:

@@ -93,7 +93,7 @@ def steps() -> list[str]:
 def budgets() -> list[str]:
     """Training steps under a memory budget: time beside the step without one, peak beside the predicted one."""
     lines = [
-        "| memory_budget, B2 x S4096 | budget | ms/step | of none | peak GiB | predicted peak |",
+        "| `python bench/budget.py`, B2 x S4096 | budget | ms/step | of none | peak GiB | predicted peak |",
         "|---|---|---|---|---|---|",
     ]
     rows = load("budget")["rows"]

@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -134,12 +135,12 @@ class Joint:
         """Name, `Work` and value nodes of each part, in forward order."""
         places = _places([n for n in nodes if n not in backward and not self.storages.is_late(n)])
         named = [n for n in places if places[n] is not None]
-        order = {place: i + 1 for i, place in enumerate(dict.fromkeys(places[n] for n in named))}
+        order = {place: i + 1 for i, place in enumerate(dict.fromkeys(filter(None, map(places.get, named))))}
         end, last = len(order) + 1, named[-1] if named else None
         part: dict[Node, int] = {}
         current = 0
         for n in places:
-            current = max(current, order.get(places[n], 0)) if places[n] is not None else current
+            current = max(current, order.get(places[n] or ("", -1), 0)) if places[n] is not None else current
             part[n] = current
             current = end if n is last else current
         for n in nodes:
@@ -272,7 +273,8 @@ def _places(nodes: Sequence[Node]) -> dict[Node, tuple[str, int] | None]:
         if n.target is not operator.getitem:
             outputs = [own[u] for u in n.users if u.target is operator.getitem and own.get(u) is not None]
             places[n] = max([p for p in (own[n], *outputs) if p is not None], key=lambda p: p[1], default=None)
-    return {n: places.get(n.args[0], own[n]) if n.target is operator.getitem else places[n] for n in nodes}
+    call = lambda n: n.args[0] if n.target is operator.getitem else n  # noqa: E731
+    return {n: places.get(call(n), own[n]) for n in nodes}
 
 
 def _path(node: Node) -> str:
@@ -335,7 +337,8 @@ def summary(joint: Joint, answer: Plan, chosen: dict[Node, str], peak: int, budg
         if root.op == "placeholder" or what == "drop":
             continue
         call = root.args[0] if root.target is operator.getitem else root
-        kind = getattr(call.target, "_opname", None) or str(call.target)  # pyright: ignore[reportAttributeAccessIssue]
+        target: Any = call.target if isinstance(call, Node) else call
+        kind = getattr(target, "_opname", None) or str(target)
         for table, key in ((kinds, kind), (layers, names[root])):
             table.setdefault(key, [0, 0])[what == "recompute"] += nbytes_of(root.meta["val"])
     rows = [tuple(Row(k, *v) for k, v in sorted(t.items(), key=_by_size)) for t in (kinds, layers)]

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .backend import Compiled, rewrite
-from .budget import Joint
+from .budget import EFFICIENCY, Joint
 from .fusions import fusion_names
 from .options import Options
 from .partition import backward_nodes, recompute_what_is_cheap
@@ -191,7 +191,7 @@ def at_budget(joint: Joint, budget: int) -> Point:
 def _seconds(joint: Joint, chosen: dict[Node, str]) -> float:
     """The graph's own, and those of making again: each call once, whoever reads it."""
     choices = tuple(chosen.get(node, "drop") for node in joint.values)
-    return joint.seconds + _priced(Segment("", joint.work.values), choices, None).seconds
+    return (joint.seconds + _priced(Segment("", joint.work.values), choices, None).seconds) / EFFICIENCY
 
 
 def marked(joint: Joint, captured: Captured) -> list[Point]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -116,7 +117,8 @@ class Storages:
     def __init__(self, graph: Graph, backward: set[Node], num_fwd_outputs: int) -> None:
         self.backward = backward
         self.forward: set[Node] = set()  # what the outputs are made from; the rest is made in the backward, once
-        todo = [n for n in graph.output_node().args[0][:num_fwd_outputs] if isinstance(n, Node)]
+        results: Any = graph.output_node().args[0]
+        todo = [n for n in results[:num_fwd_outputs] if isinstance(n, Node)]
         while todo:
             node = todo.pop()
             if node not in self.forward:
@@ -243,7 +245,8 @@ def is_view(node: Node) -> bool:
 
 def workspace(call: Node) -> int:
     """Bytes that an operator of this package allocates and frees again while it runs."""
-    if call.target not in WORKSPACE:
+    by: Any = WORKSPACE.get(call.target)  # pyright: ignore[reportArgumentType]
+    if by is None:
         return 0
     args, kwargs = arguments(call)
-    return WORKSPACE[call.target](*args, **kwargs)
+    return by(*args, **kwargs)

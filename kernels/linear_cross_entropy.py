@@ -345,7 +345,7 @@ def _bytes_moved(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *res
 
 def _workspace(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> int:
     """A chunk of logits, and the wider sum of dw where there are several chunks."""
-    chunk, size = _chunk_rows(len(x), *w.shape, x.element_size(), rest[6]), x.element_size()
+    chunk, size = _chunk_rows(len(x), len(w), x.shape[1], x.element_size(), rest[6]), x.element_size()
     return chunk * len(w) * size + (4 * w.numel() if rest[6] and chunk < len(x) else 0)
 
 

@@ -50,14 +50,14 @@ def fused(
         raise
     except Exception as error:
         restore()
-        return _unrewritten(gm, example_inputs, parsed, mode, error)
+        return _unrewritten(gm, example_inputs, parsed, mode, request, error)
     try:
         compiled = finish(lower(gm, example_inputs, parsed, mode, request))
     except (RestartAnalysis, BudgetError):  # the first is not a failure: Dynamo is asked to trace again
         raise
     except Exception as error:
         restore()
-        return _unrewritten(gm, example_inputs, parsed, mode, error)
+        return _unrewritten(gm, example_inputs, parsed, mode, request, error)
     log.info("fused %s", report.summary())
     return compiled
 
@@ -117,9 +117,14 @@ def _register_fallbacks() -> None:
 
 
 def _unrewritten(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, error: Exception
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    mode: str | None,
+    request: Request | None,
+    error: Exception,
 ) -> Compiled:
-    """The graph as Dynamo wrote it, after an internal error."""
+    """The graph as Dynamo wrote it, after an internal error; a memory budget is kept all the same."""
     if options.strict:
         raise InternalError(f"strict=True: the rewrite failed: {error}") from error
     first = next((n for n in gm.graph.nodes if n.meta.get("stack_trace")), None)
@@ -129,7 +134,7 @@ def _unrewritten(
         where,
         exc_info=error,
     )
-    return lower(gm, example_inputs, options, mode)
+    return lower(gm, example_inputs, options, mode, request)
 
 
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -153,6 +158,17 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
         report.plan = request.made[-1] if request.made else None
         return compiled
 
+    before = sum(counters["graph_break"].values())
+    run_untouched(model, collect, args, kwargs)
+    # Dynamo counts a break once for every frame it passes through; what it cuts is the graph.
+    broken = sum(counters["graph_break"].values()) > before
+    report.graph_breaks = max(1, report.graph_count - 1) if broken else 0
+    return report
+
+
+def run_untouched(model: Callable[..., Any], backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """One compiled forward after which parameters, buffers, the random state and what is compiled are as before."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
@@ -161,20 +177,15 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     own = model if isinstance(model, torch.nn.Module) else None
     compiled_in_place = getattr(own, "_compiled_call_impl", None)
     buffers = [(b, b.detach().clone()) for b in own.buffers()] if own is not None else []
-    before = sum(counters["graph_break"].values())
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
         if own is not None:
             own._compiled_call_impl = None
         with torch.random.fork_rng(devices=devices):
-            torch.compile(run, backend=collect)(*args, **kwargs)
+            torch.compile(run, backend=backend)(*args, **kwargs)
     finally:
         if own is not None:
             own._compiled_call_impl = compiled_in_place
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-    # Dynamo counts a break once for every frame it passes through; what it cuts is the graph.
-    broken = sum(counters["graph_break"].values()) > before
-    report.graph_breaks = max(1, report.graph_count - 1) if broken else 0
-    return report

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .cost import Ceilings, ceilings, nbytes_of, seconds
@@ -73,11 +73,14 @@ class Request:
 
     budget: int | str | None
     respect_checkpointing: bool = False
+    strict: bool = False
     made: list[MemoryPlan] = field(default_factory=list, compare=False, repr=False)  # a report of each graph, in order
 
     @staticmethod
     def of(options: Options) -> Request | None:
-        return None if options.memory_budget is None else Request(options.memory_budget, options.respect_checkpointing)
+        if options.memory_budget is None:
+            return None
+        return Request(options.memory_budget, options.respect_checkpointing, options.strict)
 
     def state(self) -> str:
         """What a plan depends on beside the graph: it is part of cache keys. Rounded, so that it seldom changes."""
@@ -87,7 +90,7 @@ class Request:
         return f"{ceilings(device)} {torch.cuda.memory_allocated(device) >> 26}"
 
     def bytes_on(self, device: torch.device, base: int) -> int | None:
-        """Raises: ValueError where the device has no such memory."""
+        """Raises: BudgetError where the device has no such memory."""
         if self.budget is None:
             return None
         asked, what = parse_bytes(self.budget), f"memory_budget {self.budget!r}"
@@ -135,12 +138,12 @@ class Joint:
         """Name, `Work` and value nodes of each part, in forward order."""
         places = _places([n for n in nodes if n not in backward and not self.storages.is_late(n)])
         named = [n for n in places if places[n] is not None]
-        order = {place: i + 1 for i, place in enumerate(dict.fromkeys(filter(None, map(places.get, named))))}
+        order: dict[Any, int] = {place: i + 1 for i, place in enumerate(dict.fromkeys(places[n] for n in named))}
         end, last = len(order) + 1, named[-1] if named else None
         part: dict[Node, int] = {}
         current = 0
         for n in places:
-            current = max(current, order.get(places[n] or ("", -1), 0)) if places[n] is not None else current
+            current = max(current, order.get(places[n], 0))
             part[n] = current
             current = end if n is last else current
         for n in nodes:
@@ -288,9 +291,7 @@ def _path(node: Node) -> str:
 def apply(gm: GraphModule, backward: set[Node], request: Request, num_fwd_outputs: int) -> MemoryPlan:
     """Plan and mark the nodes of a joint graph. Raises: BudgetError."""
     if not request.respect_checkpointing:
-        for node in gm.graph.nodes:
-            if node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE:
-                del node.meta["recompute"]
+        forget_hints(gm.graph)
     joint = Joint(gm, backward, num_fwd_outputs)
     budget = request.bytes_on(joint.device, joint.base)
     try:
@@ -306,6 +307,13 @@ def apply(gm: GraphModule, backward: set[Node], request: Request, num_fwd_output
     made = summary(joint, answer, chosen, peak, budget)
     request.made.append(made)
     return made
+
+
+def forget_hints(graph: Graph) -> None:
+    """Take off the marks of `gradient_checkpointing_enable()`; a user's own policy (MUST_...) stays."""
+    for node in graph.nodes:
+        if node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE:
+            del node.meta["recompute"]
 
 
 def mark(joint: Joint, chosen: dict[Node, str]) -> None:

@@ -12,18 +12,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch._functorch import config
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
-from .backend import Compiled, rewrite
-from .budget import EFFICIENCY, Joint
+from .backend import Compiled, rewrite, run_untouched
+from .budget import EFFICIENCY, Joint, forget_hints
 from .fusions import fusion_names
 from .options import Options
-from .partition import backward_nodes, recompute_what_is_cheap
+from .partition import backward_nodes, merge_equal_calls, recompute_what_is_cheap
 from .planner import Infeasible, Plan, Segment, _completed, _priced, front
 
 
@@ -82,17 +78,15 @@ class Captured:
     def copied(self) -> GraphModule:
         """With what is computed twice merged, as the backend and torch's partitioner do first."""
         gm = _copy(self.module)
-        gm.graph.eliminate_dead_code()
-        return GraphModule(gm, fx_graph_cse(gm.graph)) if config.cse else gm
+        merge_equal_calls(gm)
+        return gm
 
     def joint(self, respect_checkpointing: bool = False) -> Joint:
         """As the backend plans it."""
         gm = self.copied()
         recompute_what_is_cheap(gm.graph)
         if not respect_checkpointing:
-            for node in gm.graph.nodes:
-                if node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE:
-                    del node.meta["recompute"]
+            forget_hints(gm.graph)
         return Joint(gm, backward_nodes(gm.graph), self.num_fwd_outputs)
 
     def unmarked(self) -> tuple[GraphModule, Joint]:
@@ -131,37 +125,13 @@ def capture(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
         aot = aot_autograd(fw_compiler=boxed_nop, partition_fn=split, decompositions=select_decomp_table)
         return finish(aot(gm, example_inputs))
 
-    _run_untouched(model, lowered, args, kwargs)
+    run_untouched(model, lowered, args, kwargs)
     if not found:
         raise ValueError(
             "frontier: nothing here trains, so there is no backward to keep values for. Give a model with parameters "
             "that require gradients, call it outside torch.no_grad(), with labels if it computes its own loss"
         )
     return max(found, key=lambda captured: len(captured.module.graph.nodes))
-
-
-def _run_untouched(model: Callable[..., Any], backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """One compiled forward that leaves no trace; see `backend.explain`."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    run.__code__ = run.__code__.replace()
-    own = model if isinstance(model, torch.nn.Module) else None
-    compiled_in_place = getattr(own, "_compiled_call_impl", None)
-    buffers = [(b, b.detach().clone()) for b in own.buffers()] if own is not None else []
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    try:
-        if own is not None:
-            own._compiled_call_impl = None
-        with torch.random.fork_rng(devices=devices):
-            torch.compile(run, backend=backend)(*args, **kwargs)
-    finally:
-        if own is not None:
-            own._compiled_call_impl = compiled_in_place
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 def _copy(gm: GraphModule) -> GraphModule:

@@ -1,12 +1,13 @@
 """Where AOTAutograd asks what to save for the backward: the seam that the checkpoint planner takes.
 
-For now the answer is torch's own min-cut, told one thing it cannot know: an operator of this package whose backward
-keeps its inputs anyhow, and which only moves bytes, is run again in the backward rather than kept. A gated MLP's
-product and a norm's output are so made twice and held by nobody in between.
+The answer is torch's own min-cut, told what it cannot know. An operator of this package whose backward keeps its inputs
+anyhow, and which only moves bytes, is run again in the backward rather than kept: a gated MLP's product and a norm's
+output are so made twice and held by nobody in between. Under a memory budget the planner decides about all the rest.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import logging
@@ -24,7 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels._op import REMADE
-from .budget import Request, apply
+from .budget import BudgetError, Request, apply
 from .memory import is_view
 
 log = logging.getLogger("fused_backend")
@@ -33,16 +34,38 @@ log = logging.getLogger("fused_backend")
 def partition(
     gm: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, request: Request | None = None, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph into forward and backward, within a memory budget if one is requested. Raises: BudgetError"""
-    if request is not None and config.cse:
-        # Torch merges equal calls before it splits: a plan made before would hold what is gone, and marks would clash.
-        gm.graph.eliminate_dead_code()
-        gm.graph = fx_graph_cse(gm.graph)
-    recompute_what_is_cheap(gm.graph)
+    """Split a joint graph into forward and backward, within a memory budget if one is requested.
+
+    Raises: BudgetError where no plan fits. Should planning itself fail, that is logged and the budget is not kept.
+    """
+    split = functools.partial(
+        min_cut_rematerialization_partition, gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+    )
     if request is not None:
-        plan = apply(gm, backward_nodes(gm.graph), request, num_fwd_outputs)
-        log.info("%s", str(plan).splitlines()[0])
-    return min_cut_rematerialization_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        untouched = copy.deepcopy(gm.graph)
+        try:
+            merge_equal_calls(gm)
+            recompute_what_is_cheap(gm.graph)
+            plan = apply(gm, backward_nodes(gm.graph), request, num_fwd_outputs)
+            halves = split()
+            log.info("%s", str(plan).splitlines()[0])
+            return halves
+        except BudgetError:
+            raise
+        except Exception as error:
+            if request.strict:
+                raise
+            log.warning("memory_budget %r is NOT kept: planning failed; please report", request.budget, exc_info=error)
+            gm.graph = untouched
+    recompute_what_is_cheap(gm.graph)
+    return split()
+
+
+def merge_equal_calls(gm: GraphModule) -> None:
+    """As torch does before it splits: a plan made earlier would hold values that are gone, and marks would clash."""
+    gm.graph.eliminate_dead_code()
+    if config.cse:
+        gm.graph = fx_graph_cse(gm.graph)
 
 
 def recompute_what_is_cheap(graph: Graph) -> None:

@@ -91,3 +91,24 @@ def test_a_sum_that_nothing_keeps():
     x, r = torch.randn(5, 24), torch.randn(5, 24)
     y = torch.compile(block, backend="fused", options=OPTIONS | {"strict": True})(x, r)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (a, b)), torch.autograd.grad(block(x, r).sum(), (a, b)))
+
+
+def test_a_plan_that_fails_is_told_and_the_model_still_trains(monkeypatch, caplog):
+    """The budget is lost then, and the log says so; with strict=True it raises."""
+
+    def broken(*args):
+        raise KeyError("planner")
+
+    monkeypatch.setattr("fused_backend.compiler.partition.apply", broken)
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU()), torch.randn(3, 8)
+    for strict in (False, True):
+        torch._dynamo.reset()
+        options = {"memory_budget": "1GiB", "lowering": "aot_eager", "strict": strict}
+        run = torch.compile(model, backend="fused", options=options)
+        if strict:
+            with pytest.raises(Exception, match="planner"):
+                run(x)
+        else:
+            run(x).sum().backward()
+            assert "'1GiB' is NOT kept" in caplog.text
+            assert model[0].weight.grad is not None

@@ -47,23 +47,20 @@ class Sweep:
         return run
 
     def _compiled(self, gm: Any, example_inputs: Any) -> Any:
-        from fused_backend.compiler import backend, budget
+        from fused_backend.compiler.backend import lower, rewrite
+        from fused_backend.compiler.budget import Request
+        from fused_backend.compiler.options import Options
         from fused_backend.compiler.rewrite import backup
 
         given = self.budgets[self.now]
-        options = {"lowering": self.lowering} | ({} if given == "none" else {"memory_budget": given})
-        restore, begun, apply = backup(gm), time.perf_counter(), budget.apply
-
-        def noting(*args: Any) -> Any:
-            self.plans[self.now] = apply(*args)
-            return self.plans[self.now]
-
-        backend.partition.__globals__["apply"] = noting
+        options = Options(None if given == "none" else given, lowering=self.lowering)
+        restore, begun, request = backup(gm), time.perf_counter(), Request.of(options)
         try:
-            return backend.fused(gm, example_inputs, options=options)
+            _, finish = rewrite(gm, options)
+            return finish(lower(gm, example_inputs, options, None, request))
         finally:
-            backend.partition.__globals__["apply"] = apply
             restore()
+            self.plans[self.now] = request.made[-1] if request is not None and request.made else None
             self.compile_s[self.now] = time.perf_counter() - begun
 
 
@@ -72,8 +69,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dtype = torch.bfloat16
     model = _models.build("eager", config, options.mode, dtype, options.device, options.seq)
     sweep = Sweep(options.budgets.split(","), "inductor" if options.device == "cuda" else "aot_eager")
-    step, _ = steps._training_step(model, config, options)
-    _make_optimizer_state(step)
+    step, _ = steps._training_step(model, config, options, with_state=True)
     model.compile(backend=sweep)
     for i, budget in enumerate(sweep.budgets):
         sweep.now = i
@@ -98,15 +94,6 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sweep.made.pop(sweep.now, None)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "kinds"}, flush=True)
         yield row
-
-
-def _make_optimizer_state(step: Any) -> None:
-    """AdamW's moments, made by a step with gradients of zero, which changes no weight."""
-    closure = dict(zip(step.__code__.co_freevars, (cell.cell_contents for cell in step.__closure__), strict=True))
-    for parameter in closure["parameters"]:
-        parameter.grad = torch.zeros_like(parameter)
-    closure["optimizer"].step()
-    closure["optimizer"].zero_grad(set_to_none=True)
 
 
 def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:

@@ -76,11 +76,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def _training_step(model: Any, config: Any, options: argparse.Namespace) -> tuple[Callable[..., Any], int]:
-    """A function that makes step i and returns its loss, with the gradient norm if asked; number of trained weights."""
+def _training_step(
+    model: Any, config: Any, options: argparse.Namespace, with_state: bool = False
+) -> tuple[Callable[..., Any], int]:
+    """A function that makes step i and returns its loss, with the gradient norm if asked; number of trained weights.
+
+    with_state  AdamW's moments are there before the first step, made by one of zero gradients, which changes no weight
+    """
     device = options.device
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
+    if with_state:
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     # As Trainer(bf16=True) does: autocast is what brings fp32 adapters to the dtype of the rest.
     mixed = options.mode != "full" and options.dtype == "bf16"
     generator = torch.Generator(device).manual_seed(0)

@@ -24,7 +24,7 @@ PARTS = ("nf4", "low_rank", "lora")  # kernels that several files of a row share
 
 def run_tests() -> int:
     """The tests of every kernel, and those marked gpu."""
-    files = [str(ROOT / "tests" / f"test_{name}.py") for name in [*FUSIONS, *PARTS, "gpu"]]
+    files = [str(ROOT / "tests" / f"test_{name}.py") for name in [*FUSIONS, *PARTS, "cost", "gpu"]]
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--tb=short", "--durations=5", *files]
     try:
         importlib.import_module("xdist")

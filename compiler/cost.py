@@ -10,14 +10,10 @@ Source: S. Williams, A. Waterman, D. Patterson, Roofline: an insightful visual p
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import logging
 import math
 import operator
-import os
 import pathlib
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -31,7 +27,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ..kernels._crossover import _device_name, _time
+from ..kernels._measured import cache_path, device_name, median_ms, read, write
 from ..kernels._op import BYTES_MOVED
 
 log = logging.getLogger("fused_backend")
@@ -80,9 +76,9 @@ def ceilings(device: torch.device) -> Ceilings:
     if device.type != "cuda":
         return replace(NOMINAL, host_bandwidth=None) if device.type == "cpu" else NOMINAL
     # A float32 product may use TF32 in one process and not in another.
-    key = f"{_device_name(device)} {torch.backends.cuda.matmul.fp32_precision}"
+    key = f"{device_name(device)} {torch.backends.cuda.matmul.fp32_precision}"
     if key not in _MEASURED:
-        _MEASURED.update(_read())
+        _MEASURED.update(_stored())
     if key not in _MEASURED:
         if torch.cuda.is_current_stream_capturing():
             return NOMINAL  # nothing can be timed while a graph is captured
@@ -92,7 +88,7 @@ def ceilings(device: torch.device) -> Ceilings:
             log.warning("the rates of %s could not be measured (%s); an H200's are assumed", device, error)
             return NOMINAL
         if _MEASURED[key].host_bandwidth is not None:  # else another process may find host memory to pin
-            _write()
+            write(_path(), {key: _plain(_MEASURED[key])})
     return _MEASURED[key]
 
 
@@ -111,20 +107,20 @@ def _measure(device: torch.device) -> Ceilings:
 def _matmul_flops(device: torch.device, dtype: torch.dtype, n: int) -> float:
     # Random numbers: a product of zeros draws less power and runs faster than any real one.
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return _rate(2 * n**3, _time(functools.partial(torch.mm, a, b, out=torch.empty_like(a))))
+    return _rate(2 * n**3, median_ms(functools.partial(torch.mm, a, b, out=torch.empty_like(a))))
 
 
 def _copy_bandwidths(device: torch.device) -> tuple[float, float | None]:
     """On the device; to pinned host memory and back."""
     source = torch.randn(_COPIED // 4, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
-    on_device = _rate(2 * _COPIED, _time(functools.partial(target.copy_, source)))
+    on_device = _rate(2 * _COPIED, median_ms(functools.partial(target.copy_, source)))
     try:
         host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
     except RuntimeError:
         return on_device, None
-    there = _time(functools.partial(host.copy_, source, non_blocking=True))
-    back = _time(functools.partial(target.copy_, host, non_blocking=True))
+    there = median_ms(functools.partial(host.copy_, source, non_blocking=True))
+    back = median_ms(functools.partial(target.copy_, host, non_blocking=True))
     return on_device, _rate(2 * _COPIED, there + back)
 
 
@@ -133,39 +129,24 @@ def _rate(amount: float, milliseconds: float) -> float:
     return float(f"{amount / milliseconds * 1e3:.2g}")
 
 
-@functools.cache
 def _path() -> pathlib.Path:
-    """One file beside Inductor's cache, renewed when this file or torch change."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    source = pathlib.Path(__file__).read_bytes() + torch.__version__.encode()
-    return pathlib.Path(cache_dir()) / "fused_backend" / f"ceilings_{hashlib.sha256(source).hexdigest()[:16]}.json"
+    """Renewed when this file changes."""
+    return cache_path("ceilings", __file__)
 
 
-def _read() -> dict[str, Ceilings]:
+def _stored() -> dict[str, Ceilings]:
+    """What is on disk, if it can be read."""
     try:
-        stored = json.loads(_path().read_text())
         return {
             key: Ceilings(**rates | {"matmul_flops": {getattr(torch, d): f for d, f in rates["matmul_flops"].items()}})
-            for key, rates in stored.items()
+            for key, rates in read(_path()).items()
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError, AttributeError):
         return {}
 
 
-def _write() -> None:
-    """Replaced in one step: several processes of a training job may write at once."""
-    stored = {}
-    for key, rates in (_read() | _MEASURED).items():
-        flops = {str(dtype).removeprefix("torch."): f for dtype, f in rates.matmul_flops.items()}
-        stored[key] = asdict(rates) | {"matmul_flops": flops}
-    try:
-        _path().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_path().parent, delete=False) as file:
-            json.dump(stored, file)
-        os.replace(file.name, _path())
-    except OSError:
-        pass  # a read-only cache costs one measurement in each process
+def _plain(rates: Ceilings) -> dict[str, Any]:
+    return asdict(rates) | {"matmul_flops": {str(d).removeprefix("torch."): f for d, f in rates.matmul_flops.items()}}
 
 
 # --- one node ------------------------------------------------------------------------------------------------------

@@ -7,13 +7,7 @@ GEMM over a decoded copy does. Where the two cross depends on the device, so it 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import os
 import pathlib
-import statistics
-import tempfile
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,10 +16,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import _nf4 as nf4
 from ._launch import HAS_TRITON, cdiv
+from ._measured import cache_path, device_name, median_ms, read, write
 
 # Token counts that are timed. Past the last one the GEMM is bound by arithmetic, which decoding only delays.
 TOKENS = (16, 32, 64)
-_REPEATS = 15
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -51,15 +45,15 @@ _LIMITS: dict[str, int] = {}
 
 def _limit(device: torch.device, kind: Kind, dtype: torch.dtype) -> int:
     """The largest token count for which the register kernel is faster; 0 if it never is."""
-    key = f"{_device_name(device)} {dtype} {tuple(kind)}"
+    key = f"{device_name(device)} {dtype} {tuple(kind)}"
     if key not in _LIMITS:
-        _LIMITS.update(_read())
+        _LIMITS.update(read(_path()))
     if key not in _LIMITS:
         if torch.cuda.is_current_stream_capturing():
             return 0  # nothing can be timed while a graph is captured
         with unset_fake_temporarily(), torch.no_grad(), torch.cuda.device(device):
             _LIMITS[key] = _measure(device, kind, dtype)
-        _write()
+        write(_path(), _LIMITS)
     return _LIMITS[key]
 
 
@@ -73,7 +67,7 @@ def _measure(device: torch.device, kind: Kind, dtype: torch.dtype) -> int:
         x = torch.randn(tokens, q.shape[1], device=device, dtype=dtype, generator=random)
         small = functools.partial(nf4.matmul_small, x, q, dtype)
         decoded = functools.partial(_decode_then_multiply, x, q, dtype)
-        if _time(small) >= _time(decoded):
+        if median_ms(small) >= median_ms(decoded):
             break
         limit = tokens
     return limit
@@ -97,48 +91,6 @@ def _decode_then_multiply(x: Tensor, q: nf4.Quantized, dtype: torch.dtype) -> Te
     return torch.nn.functional.linear(x, nf4.decode(q, dtype))
 
 
-def _time(run: Callable[[], Tensor]) -> float:
-    """Median milliseconds on the device, the compilation left out."""
-    run()
-    times = []
-    for _ in range(_REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(200_000)  # so that the kernels are queued before the clock starts
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-@functools.cache
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
-
-
-@functools.cache
 def _path() -> pathlib.Path:
-    """One file beside Inductor's cache, renewed when the kernels or torch change."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    source = pathlib.Path(nf4.__file__).read_bytes() + torch.__version__.encode()
-    return pathlib.Path(cache_dir()) / "fused_backend" / f"crossover_{hashlib.sha256(source).hexdigest()[:16]}.json"
-
-
-def _read() -> dict[str, int]:
-    try:
-        return json.loads(_path().read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def _write() -> None:
-    """Replaced in one step: several processes of a training job may write at once."""
-    try:
-        _path().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_path().parent, delete=False) as file:
-            json.dump(_read() | _LIMITS, file)
-        os.replace(file.name, _path())
-    except OSError:
-        pass  # a read-only cache costs one measurement in each process
+    """Renewed when the kernels change."""
+    return cache_path("crossover", nf4.__file__)

@@ -166,7 +166,6 @@ def test_a_little_less_than_all_makes_nothing_again_that_costs(watch, monkeypatc
     segments, _ = joint._segments()
     assert sorted(s.count for s in segments)[-1] == 31 and len(segments) <= 4
     most = joint.plan(None)[2]
-    print("T", __import__("time").process_time())
     answer, chosen, peak = joint.plan(int(most * 0.99))
     again = {called(n) for n, what in chosen.items() if what == "recompute"}
     assert peak <= most * 0.99 and answer.seconds > 0 and again and again.isdisjoint(PRODUCTS)

@@ -287,7 +287,7 @@ def measured(monkeypatch, tmp_path):
     """The calls that measure; what is remembered is forgotten, and kept in a file of the test's own."""
     monkeypatch.setattr(cost, "_MEASURED", {})
     monkeypatch.setattr(cost, "_path", lambda: tmp_path / "new" / "ceilings.json")
-    monkeypatch.setattr(cost, "_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(cost, "device_name", lambda device: f"GPU {device.index}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     rates = replace(NOMINAL, copy_bandwidth=1e12)
     monkeypatch.setattr(cost, "_measure", lambda device: rates)

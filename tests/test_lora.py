@@ -92,7 +92,7 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(crossover, "_path", lambda: tmp_path / "new" / "crossover.json")
     if not HAS_GPU:
         monkeypatch.setattr(crossover, "HAS_TRITON", True)
-        monkeypatch.setattr(crossover, "_device_name", lambda device: "a GPU")
+        monkeypatch.setattr(crossover, "device_name", lambda device: "a GPU")
         monkeypatch.setattr(crossover, "_measure", lambda *args: 32)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

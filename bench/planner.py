@@ -23,7 +23,7 @@ import _models
 import torch
 import torch._functorch.config
 from fused_backend.compiler import planner
-from fused_backend.compiler.budget import Joint
+from fused_backend.compiler.joint import Joint
 from fused_backend.compiler.frontier import Captured, at_budget, capture, keeping
 from fused_backend.compiler.planner import Infeasible
 from torch import nn

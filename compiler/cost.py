@@ -173,6 +173,12 @@ def seconds(node: Node, ceilings: Ceilings) -> float:
     return max(arithmetic, _bytes_moved(node) / ceilings.copy_bandwidth) + ceilings.launch_seconds
 
 
+def move_seconds(target: Any, args: tuple[Any, ...], ceilings: Ceilings) -> float:
+    """Predicted time of an operator of this package that only moves bytes, called with these nodes."""
+    given = _hinted(map_arg(args, lambda n: n.meta.get("val")))
+    return BYTES_MOVED[target](*given) / ceilings.copy_bandwidth + ceilings.launch_seconds
+
+
 def nbytes_of(value: Any) -> int:
     """Bytes that a fake tensor addresses, symbolic sizes at their hints; 0 for what is no tensor.
 

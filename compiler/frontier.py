@@ -16,10 +16,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
 from .backend import Compiled, rewrite, run_untouched
-from .budget import EFFICIENCY, Joint, forget_hints
+from .budget import EFFICIENCY, Request, forget_hints
 from .fusions import fusion_names
+from .joint import Joint, device_of
 from .options import Options
-from .partition import backward_nodes, merge_equal_calls, recompute_what_is_cheap
+from .partition import backward_nodes, merge_equal_calls
 from .planner import Infeasible, Plan, Segment, _completed, _priced, front
 
 
@@ -57,7 +58,7 @@ def frontier(
         raise ValueError(f"frontier: points must be at least 2, got {points}")
     parsed = Options.parse(options, fusion_names())
     captured = capture(model, *args, options=options, **kwargs)
-    joint = captured.joint(parsed.respect_checkpointing)
+    joint = captured.joint(Request(None, parsed.host_budget, parsed.respect_checkpointing))
     found = [*planned(joint, points), *marked(joint, captured)]
     if path is not None:
         draw(found, path)
@@ -81,13 +82,12 @@ class Captured:
         merge_equal_calls(gm)
         return gm
 
-    def joint(self, respect_checkpointing: bool = False) -> Joint:
+    def joint(self, request: Request | None = None) -> Joint:
         """As the backend plans it."""
-        gm = self.copied()
-        recompute_what_is_cheap(gm.graph)
-        if not respect_checkpointing:
+        gm, request = self.copied(), request or Request(None, 0)
+        if not request.respect_checkpointing:
             forget_hints(gm.graph)
-        return Joint(gm, backward_nodes(gm.graph), self.num_fwd_outputs)
+        return Joint(gm, backward_nodes(gm.graph), self.num_fwd_outputs, request.host_bytes_on(device_of(gm)))
 
     def unmarked(self) -> tuple[GraphModule, Joint]:
         """As others plan it: without marks."""

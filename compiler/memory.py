@@ -9,20 +9,26 @@ Numerics: bytes of the unfused graph. What Inductor fuses is not allocated, so a
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..kernels._op import WORKSPACE
-from .cost import Ceilings, arguments, nbytes_of, seconds
+from ..kernels._offload import host_nbytes
+from ..kernels._op import REMADE, WORKSPACE
+from .cost import Ceilings, arguments, move_seconds, nbytes_of, seconds
 from .cost import is_view as _renames
 from .planner import Value
 
+LEAST_SENT = 2**20  # bytes: a transfer of less is all latency
 
 @dataclass(frozen=True)
 class Operation:
@@ -32,6 +38,19 @@ class Operation:
     makes: tuple[int, ...]
     workspace: int = 0
     late: bool = False  # does not run in the forward, though it reads no gradient: the backward makes it, once
+    seconds: float = 0.0
+
+
+class Step(NamedTuple):
+    """What runs at one place of a forward or backward.
+
+    kind   "call": `index` counts in `Work.forward` or `Work.backward`; in the backward also "again": in `Work.forward`,
+           and "twin": of a value. "store", of a value: its copy to the host is waited for; "load": one back begins
+    """
+
+    kind: str
+    index: int
+    op: Operation
 
 
 @dataclass(frozen=True)
@@ -45,44 +64,93 @@ class Work:
     leave_forward: tuple[int, ...]  # values that something later in the forward, or the caller, still reads
     leave_backward: tuple[int, ...]  # gradients that something later, or the caller, still reads
     results: tuple[int, ...]  # of these the ones that are returned: gradients of parameters
+    twins: tuple[tuple[int, Operation], ...] = ()  # values that another call makes again, from less
 
-    def peaks(self, choices: Sequence[str], keep_freed: bool = False) -> tuple[int, int]:
+    def peaks(
+        self, choices: Sequence[str], keep_freed: bool = False, host_bandwidth: float | None = None
+    ) -> tuple[int, int]:
         """Peak bytes of the forward, and of the backward beyond what is kept.
 
         keep_freed  kept values are freed after their last use and count in the backward's peak: for a whole graph
         """
         kept = {i for i, c in enumerate(choices) if c == "keep" and self.values[i].choice != "free"}
         free = {i for i, v in enumerate(self.values) if v.choice == "free"}
-        early = [op for op in self.forward if not op.late]
+        early = [step.op for step in self.forward_steps(choices, host_bandwidth)]
         forward = self._walk(early, free, kept | set(self.leave_forward), set())
-        steps = self._with_recomputation(choices)
+        steps = [step.op for step in self.backward_steps(choices, host_bandwidth)]
         start = kept if keep_freed else set()
         known = free | (set() if keep_freed else kept)
         return forward, self._walk(steps, known, set(self.leave_backward), start)
 
-    def _with_recomputation(self, choices: Sequence[str]) -> list[Operation]:
-        """The backward's operations, with those that make values again right before their first use."""
-        makers = {i: op for op in self.forward for i in op.makes}
+    def forward_steps(self, choices: Sequence[str], host_bandwidth: float | None = None) -> list[Step]:
+        """The forward's calls, each offloaded value's memory held until its copy has had the time to end.
+
+        Copies run one after the other, each as soon as its value is made.
+        """
+        away = {i for i, c in enumerate(choices) if c == "offload"}
+        steps: list[Step] = []
+        now = busy = 0.0
+        under_way: list[tuple[float, int]] = []
+        for index, op in enumerate(self.forward):
+            if op.late:
+                continue
+            while under_way and under_way[0][0] <= now:
+                steps.append(self._store(under_way.pop(0)[1]))
+            steps.append(Step("call", index, op))
+            now += op.seconds
+            for i in away.intersection(op.makes):
+                busy = max(busy, now) + self.values[i].nbytes / (host_bandwidth or math.inf)
+                under_way.append((busy, i))
+        return [*steps, *(self._store(i) for _, i in under_way)]
+
+    def _store(self, i: int) -> Step:
+        return Step("store", i, Operation((i,), ()))
+
+    def backward_steps(self, choices: Sequence[str], host_bandwidth: float | None = None) -> list[Step]:
+        """The backward's calls, with those that make values again right before their first use.
+
+        Offloaded values come back one after the other, each as late as lets all be there when first read.
+        """
+        steps = self._with_recomputation(choices)
+        away = {i for i, c in enumerate(choices) if c == "offload"}
+        begins = list(itertools.accumulate((step.op.seconds for step in steps), initial=0.0))
+        first: dict[int, int] = {}
+        for at, step in enumerate(steps):
+            for i in away.intersection(step.op.reads):
+                first.setdefault(i, at)
+        free_until = math.inf
+        loads: list[tuple[int, int]] = []
+        for i, at in sorted(first.items(), key=lambda item: (item[1], item[0]), reverse=True):
+            free_until = min(free_until, begins[at]) - self.values[i].nbytes / (host_bandwidth or math.inf)
+            loads.append((min(at, max(0, bisect.bisect_right(begins, free_until) - 1)), i))
+        for at, i in loads:  # from the last on, so that earlier places stay what they are
+            steps.insert(at, Step("load", i, Operation((), (i,))))
+        return steps
+
+    def _with_recomputation(self, choices: Sequence[str]) -> list[Step]:
+        makers = {i: Step("again", at, op) for at, op in enumerate(self.forward) for i in op.makes}
+        makers |= {i: Step("twin", i, op) for i, op in self.twins}
         made = {i for i, c in enumerate(choices) if c != "recompute"}
-        steps: list[Operation] = []
+        steps: list[Step] = []
 
         def ensure(wanted: Iterable[int]) -> None:
             stack = [i for i in wanted if i < len(self.values) and i not in made]
             while stack:
-                op = makers.get(stack[-1])
-                missing = [i for i in (op.reads if op else ()) if i not in made]
-                if missing:
+                i = stack[-1]
+                maker = makers.get(i)
+                missing = [r for r in (maker.op.reads if maker else ()) if r not in made]
+                if i not in made and missing:
                     stack.extend(missing)
                     continue
-                i = stack.pop()
-                if i not in made and op is not None:
-                    steps.append(op)
-                    made.update(op.makes)
+                stack.pop()
+                if i not in made and maker is not None:
+                    steps.append(maker)
+                    made.update(maker.op.makes)
                 made.add(i)
 
-        for op in self.backward:
+        for at, op in enumerate(self.backward):
             ensure(op.reads)
-            steps.append(op)
+            steps.append(Step("call", at, op))
         return steps
 
     def _walk(self, steps: Sequence[Operation], unseen: set[int], stays: set[int], live: set[int]) -> int:
@@ -124,6 +192,7 @@ class Storages:
             if node not in self.forward:
                 self.forward.add(node)
                 todo += node.all_input_nodes
+        self._times: dict[Node, float] = {}
         self.roots: dict[Node, Node] = {}
         for node in graph.nodes:
             self.roots[node] = self.roots[node.all_input_nodes[0]] if is_view(node) else node
@@ -133,6 +202,19 @@ class Storages:
         node = self.roots[node]
         call = node.args[0] if node.target is operator.getitem else node
         return call.op == "call_function" and call not in self.forward and call not in self.backward  # pyright: ignore
+
+    def may_leave(self, root: Node) -> bool:
+        """Can a value be sent to the host and back: large, in one piece, and held by nobody else meanwhile?"""
+        value = root.meta["val"]
+        if any(not isinstance(n, int) for n in (*value.shape, *value.stride())) or nbytes_of(value) < LEAST_SENT:
+            return False
+        returned = any(user.op == "output" for user in _users(root, self))
+        return _in_one_piece(value) and not returned
+
+    def seconds(self, node: Node, ceilings: Ceilings) -> float:
+        if node not in self._times:
+            self._times[node] = seconds(node, ceilings)
+        return self._times[node]
 
     def read(self, node: Node) -> list[Node]:
         """Roots of the tensors that a call reads, in order, each once."""
@@ -145,6 +227,12 @@ class Storages:
         return [node] if _tensor(node) is not None else []
 
 
+def calls_of(nodes: Iterable[Node], storages: Storages) -> tuple[list[Node], list[Node]]:
+    """What allocates or computes, of the forward and of the backward: the nodes that a `Work`'s operations mean."""
+    calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem and not is_view(n)]
+    return [n for n in calls if n not in storages.backward], [n for n in calls if n in storages.backward]
+
+
 def work_of(
     nodes: Sequence[Node], storages: Storages, ceilings: Ceilings, free: Iterable[Node] = ()
 ) -> tuple[Work, list[Node]]:
@@ -152,9 +240,8 @@ def work_of(
 
     Values read but made elsewhere may only be kept, or are free where they are placeholders, in `free` or late.
     """
-    calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem and not is_view(n)]
-    forward = [n for n in calls if n not in storages.backward]
-    backward = [n for n in calls if n in storages.backward]
+    forward, backward = calls_of(nodes, storages)
+    calls = [*forward, *backward]
     own = {root: n for n in forward for root in storages.made(n)}
     read = [root for n in calls for root in storages.read(n) if root not in storages.backward]
     values = list(dict.fromkeys([*read, *own]))
@@ -165,19 +252,29 @@ def work_of(
     number = {n: i for i, n in enumerate(forward)}
 
     def value(root: Node) -> Value:
-        call = own.get(root)
+        call, twin = own.get(root), twins.get(root)
         there = _held(root) or root in free or storages.is_late(root)
         choice = _choice(root, call, storages) if call is not None else "free" if there else "keep"
         inputs = tuple(at[r] for r in storages.read(call)) if call is not None else ()
-        time = seconds(call, ceilings) if call in storages.forward else 0.0
+        time = storages.seconds(call, ceilings) if call in storages.forward else 0.0
         node = number[call] if call is not None else -1 - at[root]
+        if twin is not None:
+            inputs, time, node = twin.reads, twin.seconds, len(forward) + at[root]
         read = root in needed or (call is not None and storages.is_late(call))
-        return Value("", nbytes_of(root.meta["val"]), inputs, time, node, read, choice)
+        away = call in storages.forward and ceilings.host_bandwidth is not None and storages.may_leave(root)
+        nbytes = nbytes_of(root.meta["val"])
+        return Value("", nbytes, inputs, time, node, read, choice, away, host_nbytes(nbytes) if away else 0)
 
     def operation(n: Node) -> Operation:
-        makes = tuple(at[r] for r in storages.made(n))
-        return Operation(tuple(at[r] for r in storages.read(n)), makes, workspace(n), storages.is_late(n))
+        reads, makes = (tuple(at[r] for r in roots(n)) for roots in (storages.read, storages.made))
+        return Operation(reads, makes, workspace(n), storages.is_late(n), storages.seconds(n, ceilings))
 
+    def twin(root: Node, target: Any, args: tuple[Any, ...]) -> Operation:
+        given = [n for n in dict.fromkeys(tree_leaves(args)) if isinstance(n, Node) and _tensor(n) is not None]
+        reads = tuple(at[r] for r in dict.fromkeys(storages.roots[n] for n in given))
+        return Operation(reads, (at[root],), seconds=move_seconds(target, args, ceilings))
+
+    twins = {root: twin(root, *by) for root, n in own.items() if (by := remaking(root, n, storages)) is not None}
     here = set(nodes)
     leaving = {g: [u for u in _users(g, storages) if u not in here] for g in grads}
     work = Work(
@@ -188,8 +285,21 @@ def work_of(
         tuple(at[v] for v in own if any(u not in here and u not in storages.backward for u in _users(v, storages))),
         tuple(at[g] for g, users in leaving.items() if users),
         tuple(at[g] for g, users in leaving.items() if any(u.op == "output" for u in users)),
+        tuple((at[root], op) for root, op in twins.items()),
     )
     return work, values
+
+
+def remaking(root: Node, call: Node, storages: Storages) -> tuple[Any, tuple[Any, ...]] | None:
+    """The other call, with its arguments, that makes the first output of `call` from its other outputs."""
+    by = REMADE.get(call.target)  # pyright: ignore[reportArgumentType]
+    if by is None or root.target is not operator.getitem or root.args[1] != 0 or call not in storages.forward:
+        return None
+    outputs = {u.args[1]: u for u in call.users if u.target is operator.getitem}
+    try:
+        return by(call.args, outputs.__getitem__)
+    except KeyError:
+        return None  # made from an output that nothing reads
 
 
 def _users(root: Node, storages: Storages) -> Iterable[Node]:
@@ -202,6 +312,16 @@ def _users(root: Node, storages: Storages) -> Iterable[Node]:
 def _tensor(node: Node) -> torch.Tensor | None:
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _in_one_piece(value: torch.Tensor) -> bool:
+    """Does a tensor fill its memory without holes, in whatever order of its dimensions?"""
+    filled = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return value.layout is torch.strided
 
 
 def _held(root: Node) -> bool:
@@ -231,9 +351,17 @@ def _acts(call: Node) -> bool:
     """Is a second call something else than the first: random numbers, collectives, writes, effects?"""
     if not isinstance(call.target, torch._ops.OpOverload):
         return isinstance(call.target, torch._ops.HigherOrderOperator)
-    random = torch.Tag.nondeterministic_seeded in call.target.tags
+    random = torch.Tag.nondeterministic_seeded in call.target.tags and not _draws_nothing(call)
     collective = call.target.namespace in ("_c10d_functional", "c10d_functional", "c10d", "_c10d_functional_autograd")
     return random or collective or call.target._schema.is_mutable
+
+
+def _draws_nothing(call: Node) -> bool:
+    """Attention that is told to drop nothing is as fixed as any other operator, and draws no numbers."""
+    schema = call.target._schema.arguments  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    named = [(i, a) for i, a in enumerate(schema) if a.name == "dropout_p"]
+    given = [call.args[i] if i < len(call.args) else call.kwargs.get(a.name, a.default_value) for i, a in named]
+    return bool(given) and all(isinstance(p, (int, float)) and p == 0 for p in given)
 
 
 def is_view(node: Node) -> bool:

@@ -18,6 +18,8 @@ class Options:
     """What the user asked for.
 
     memory_budget  None, bytes, "20GiB" or "auto": the allocator peak a training step may reach
+    host_budget    under a budget, the host memory that activations may be sent to, in the same forms; 0: none;
+                   None: half of the host's, shared by the processes on it
     respect_checkpointing  under a budget, obey `gradient_checkpointing_enable()` instead of taking it for a hint
     fusions        "all", "none", "rms_norm,rope" (only these) or "-rope" (all but these)
     lowering       "inductor", or "aot_eager": the same graphs without Inductor, quick to compile
@@ -26,6 +28,7 @@ class Options:
     """
 
     memory_budget: int | str | None = None
+    host_budget: int | str | None = None
     respect_checkpointing: bool = False
     fusions: str = "all"
     lowering: str = "inductor"
@@ -46,7 +49,9 @@ class Options:
 
     def _check(self, known_fusions: list[str]) -> None:
         if self.memory_budget is not None:
-            parse_bytes(self.memory_budget)
+            parse_bytes(self.memory_budget, "memory_budget")
+        if self.host_budget not in (None, 0) or isinstance(self.host_budget, bool):
+            parse_bytes(self.host_budget, "host_budget")
         if not isinstance(self.respect_checkpointing, bool):
             raise ValueError(
                 f"backend 'fused': option respect_checkpointing must be True or False, "
@@ -77,7 +82,7 @@ class Options:
         return [name for name in known if name not in unwanted and (name in wanted or not wanted)]
 
 
-def parse_bytes(budget: int | str) -> int | None:
+def parse_bytes(budget: Any, option: str = "memory_budget") -> int | None:
     """Bytes of `20GiB`, `1_000_000` and the like; None for "auto".
 
     Raises: ValueError for anything else.
@@ -90,6 +95,6 @@ def parse_bytes(budget: int | str) -> int | None:
     if isinstance(budget, str) and parsed and parsed[2] in _UNITS and float(parsed[1]) > 0:
         return int(float(parsed[1]) * _UNITS[parsed[2]])
     raise ValueError(
-        f"backend 'fused': option memory_budget must be None, a number of bytes, 'auto', or a string such as "
+        f"backend 'fused': option {option} must be None, a number of bytes, 'auto', or a string such as "
         f"'20GiB' (units {', '.join(u for u in _UNITS if u)}), got {budget!r}"
     )

@@ -2,7 +2,7 @@
 
 The answer is torch's own min-cut, told what it cannot know. An operator of this package whose backward keeps its inputs
 anyhow, and which only moves bytes, is run again in the backward rather than kept: a gated MLP's product and a norm's
-output are so made twice and held by nobody in between. Under a memory budget the planner decides about all the rest.
+output are so made twice and held by nobody in between. Under a memory budget the planner decides, about everything.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch._functorch import config
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels._op import REMADE
 from .budget import BudgetError, Request, apply
 from .memory import is_view
+from .rematerialize import call_like
 
 log = logging.getLogger("fused_backend")
 
@@ -38,16 +38,16 @@ def partition(
 
     Raises: BudgetError where no plan fits. Should planning itself fail, that is logged and the budget is not kept.
     """
-    split = functools.partial(
-        min_cut_rematerialization_partition, gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
-    )
     if request is not None:
         untouched = copy.deepcopy(gm.graph)
         try:
             merge_equal_calls(gm)
-            recompute_what_is_cheap(gm.graph)
             plan = apply(gm, backward_nodes(gm.graph), request, num_fwd_outputs)
-            halves = split()
+            lifetimes = kwargs.get("static_lifetime_input_indices")
+            # Not the min-cut, which decides for itself: this one saves what the backward reads, and no more is read.
+            halves = default_partition(
+                gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=lifetimes
+            )
             log.info("%s", str(plan).splitlines()[0])
             return halves
         except BudgetError:
@@ -58,7 +58,7 @@ def partition(
             log.warning("memory_budget %r is NOT kept: planning failed; please report", request.budget, exc_info=error)
             gm.graph = untouched
     recompute_what_is_cheap(gm.graph)
-    return split()
+    return min_cut_rematerialization_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
 
 
 def merge_equal_calls(gm: GraphModule) -> None:
@@ -98,14 +98,9 @@ def _twin(graph: Graph, node: Node, outputs: dict[int, Node], target: Any, args:
     """The first output of another call, which gives the same."""
     first = outputs[0]
     with graph.inserting_after(max(outputs.values())):
-        call = graph.call_function(target, args)
+        call = call_like(graph, target, args, first)
     with graph.inserting_after(call):
-        result = graph.call_function(operator.getitem, (call, 0))
-    # Only where it comes from: what else torch notes of a node describes the arguments of the old call.
-    call.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "custom")}
-    result.meta = call.meta | {k: first.meta[k] for k in ("val", "tensor_meta") if k in first.meta}
-    with first.meta["val"].fake_mode, torch.no_grad():
-        call.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
+        result = call_like(graph, operator.getitem, (call, 0), first)
     for made in (call, result):
         made.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return result

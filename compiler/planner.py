@@ -38,6 +38,7 @@ class Value:
     # "free": there anyway (a parameter, something the caller holds); "keep": not made again; "recompute": not kept
     choice: str = "any"
     offloadable: bool = False
+    host_nbytes: int = 0  # that it takes in host memory; 0: `nbytes`
 
 
 @dataclass(frozen=True)
@@ -249,12 +250,13 @@ def _completed(values: Sequence[Value], keep: Sequence[bool], send: Sequence[boo
 
 
 def _priced(segment: Segment, choices: tuple[str, ...], host_bandwidth: float | None) -> Choice:
-    kept, offloaded = (_bytes(segment.values, choices, of) for of in ("keep", "offload"))
+    kept, sent = (_bytes(segment.values, choices, of) for of in ("keep", "offload"))
+    held = sum(v.host_nbytes or v.nbytes for v, c in zip(segment.values, choices, strict=True) if c == "offload")
     again = {v.node for v, c in zip(segment.values, choices, strict=True) if c == "recompute"}
     seconds = math.fsum(s for node, s in _node_seconds(segment.values).items() if node in again)
-    seconds += SLOWDOWN * 2 * offloaded / (host_bandwidth or math.inf)
+    seconds += SLOWDOWN * 2 * sent / (host_bandwidth or math.inf)
     forward, backward = segment.transient(choices)
-    return Choice(choices, kept, offloaded, seconds, max(forward, kept), max(backward, 0))
+    return Choice(choices, kept, held, seconds, max(forward, kept), max(backward, 0))
 
 
 def plan(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from fused_backend.compiler import Options, budget, partition
 from fused_backend.compiler.backend import lower, rewrite
-from fused_backend.compiler.budget import Joint, Request
+from fused_backend.compiler.budget import Request
+from fused_backend.compiler.joint import Joint
 from fused_backend.kernels._op import WORKSPACE
 from torch.fx import GraphModule, Node
 
@@ -80,6 +82,7 @@ class Half:
     outputs: int  # of the forward that the user sees
     joint: Joint | None = None
     chosen: dict[Node, str] = field(default_factory=dict)
+    pieces: dict[Node, tuple] = field(default_factory=dict)  # of the values that were chosen, before the graph changed
 
     def peak(self) -> int:
         """Bytes of the whole: parameters and inputs, and the higher of the two halves."""
@@ -99,17 +102,12 @@ class Half:
 
     def sizes(self) -> dict:
         """Bytes of each piece that the forward makes or that the plan keeps."""
-        planned = {self._piece(n): n.meta["val"].untyped_storage().nbytes() for n in self.chosen}
+        planned = {p: n.meta["val"].untyped_storage().nbytes() for n, p in self.pieces.items()}
         return planned | memory(self.forward)[1]
-
-    @staticmethod
-    def _piece(node: Node) -> tuple:
-        return (node.args[0].name, node.args[1]) if node.target is operator.getitem else (node.name, 0)  # type: ignore
 
     def planned(self) -> set:
         """Pieces that the plan keeps."""
-        kept = (n for n, what in self.chosen.items() if what == "keep" and n.op == "call_function")
-        return {self._piece(n) for n in kept}
+        return {self.pieces[n] for n, what in self.chosen.items() if what == "keep" and n.op == "call_function"}
 
     def products(self) -> int:
         """Products made in both halves together."""
@@ -118,8 +116,12 @@ class Half:
     def again(self, *names: str) -> list[str]:
         """Calls of the forward that the backward repeats."""
         first = {n.name for n in self.forward.graph.nodes if n.op == "call_function"}
-        repeated = [n for n in self.backward.graph.nodes if n.op == "call_function" and n.name in first]
-        return [n.name for n in repeated if not names or named(n) in names]
+        calls = [n for n in self.backward.graph.nodes if n.op == "call_function" and (not names or named(n) in names)]
+        return [n.name for n in calls if re.sub(r"_again(_\d+)?$", "", n.name) in first]
+
+
+def _piece(node: Node) -> tuple:
+    return (node.args[0].name, node.args[1]) if node.target is operator.getitem else (node.name, 0)  # type: ignore
 
 
 def named(node: Node) -> str:
@@ -140,20 +142,24 @@ class Watch:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.halves: list[Half] = []
-        split, mark = partition.min_cut_rematerialization_partition, budget.mark
-        planned: list[tuple[Joint, dict[Node, str]]] = []
+        summary = budget.summary
+        planned: list[tuple[Joint, dict[Node, str], dict[Node, tuple]]] = []
 
-        def spy_mark(joint: Joint, chosen: dict[Node, str]) -> None:
-            planned.append((joint, chosen))
-            mark(joint, chosen)
+        def spy_summary(joint: Joint, answer: Any, chosen: dict[Node, str], *rest: Any) -> Any:
+            planned.append((joint, chosen, {n: _piece(n) for n in chosen}))
+            return summary(joint, answer, chosen, *rest)
 
-        def spy_split(gm: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
-            forward, backward = split(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-            self.halves.append(Half(forward, backward, num_fwd_outputs, *(planned.pop() if planned else ())))
-            return forward, backward
+        def spied(split: Callable[..., Any]) -> Callable[..., Any]:
+            def spy(gm: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
+                forward, backward = split(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+                self.halves.append(Half(forward, backward, num_fwd_outputs, *(planned.pop() if planned else ())))
+                return forward, backward
 
-        monkeypatch.setattr(partition, "min_cut_rematerialization_partition", spy_split)
-        monkeypatch.setattr(budget, "mark", spy_mark)
+            return spy
+
+        for name in ("min_cut_rematerialization_partition", "default_partition"):
+            monkeypatch.setattr(partition, name, spied(getattr(partition, name)))
+        monkeypatch.setattr(budget, "summary", spy_summary)
 
 
 class Sweep:
@@ -176,10 +182,10 @@ class Sweep:
         without = lowered(None)
         if len(made) == start:
             return without  # nothing in it trains
-        widest = lowered(Request(None, self.respect_checkpointing))
+        widest = lowered(Request(None, 0, self.respect_checkpointing))
         most, least = needed(made[-1].joint)
         budgets = [most - (most - least) * i // (self.steps - 1) for i in range(self.steps)]
-        compiled = [widest, *(lowered(Request(b, self.respect_checkpointing)) for b in budgets[1:]), without]
+        compiled = [widest, *(lowered(Request(b, 0, self.respect_checkpointing)) for b in budgets[1:]), without]
         self.budgets.append(budgets)
         self.halves.append(made[start + 1 :])
         return lambda *args: compiled[self.now](*args)

@@ -1,0 +1,205 @@
+"""A joint graph as the planner sees it: cut into layers, planned, and the plan checked on the whole.
+
+Layers are the outermost numbered modules of the nodes' paths; with what lies before and after them they are the parts.
+Equal neighbours are solved once. The peak that is promised is that of the whole graph, walked through as decided.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .cost import Ceilings, ceilings, nbytes_of
+from .memory import Step, Storages, Work, calls_of, is_view, work_of
+from .planner import Infeasible, Plan, Segment, plan
+
+_NUMBERED = re.compile(r"\.(\d+)(?=\.|$)|\[(\d+)\]|\['(\d+)'\]")
+_RUNGS = 12  # of the ladder in `Joint.plan`
+_HALVES = 4
+
+
+class Joint:
+    """host_budget  bytes of host memory that values may be sent to; 0: none are"""
+
+    def __init__(self, gm: GraphModule, backward: set[Node], num_fwd_outputs: int, host_budget: int = 0) -> None:
+        self.graph = gm.graph
+        self.storages = Storages(gm.graph, backward, num_fwd_outputs)
+        self.device = device_of(gm)
+        self.ceilings: Ceilings = ceilings(self.device)
+        self.host_budget = host_budget
+        if not host_budget:
+            self.ceilings = replace(self.ceilings, host_bandwidth=None)
+        nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
+        self.work, self.values = work_of(nodes, self.storages, self.ceilings)
+        self.calls = calls_of(nodes, self.storages)
+        self.seconds = sum(self.storages.seconds(n, self.ceilings) for n in nodes)
+        self.parts = self._cut(nodes, backward)
+        self.base = self._base()
+
+    def _base(self) -> int:
+        """Bytes that are there whatever is planned: on a GPU what is allocated, else what the graph is given."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        given = [n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and "tangents" not in str(n.target)]
+        return sum(nbytes_of(n.meta.get("val")) for n in given)
+
+    def _cut(self, nodes: Sequence[Node], backward: set[Node]) -> list[tuple[str, Work, list[Node]]]:
+        """Name, `Work` and value nodes of each part, in forward order."""
+        places = _places([n for n in nodes if n not in backward and not self.storages.is_late(n)])
+        named = [n for n in places if places[n] is not None]
+        order: dict[Any, int] = {place: i + 1 for i, place in enumerate(dict.fromkeys(places[n] for n in named))}
+        end, last = len(order) + 1, named[-1] if named else None
+        part: dict[Node, int] = {}
+        current = 0
+        for n in places:
+            current = max(current, order.get(places[n], 0))
+            part[n] = current
+            current = end if n is last else current
+        for n in nodes:
+            if n in backward or self.storages.is_late(n):
+                # A backward step belongs to the earliest layer that it reads of: gradients flow towards the first. What
+                # is made before the layers (tables of angles) is read by all of them.
+                read = [part[r] for a in n.all_input_nodes if part.get(r := self.storages.roots[a])]
+                part[n] = min(read, default=end)
+            elif is_view(n):
+                part[n] = part.get(self.storages.roots[n], part[n])
+        shared = [root for root in self.storages.roots.values() if part.get(root) == 0]
+        names = ["before the layers", *(f"{p[0].rsplit('.', 1)[-1]}.{p[1]}" for p in order), "after the layers"]
+        groups: list[list[Node]] = [[] for _ in names]
+        for n in nodes:
+            groups[part[n]].append(n)
+        return [
+            (name, *work_of(group, self.storages, self.ceilings, shared))
+            for name, group in zip(names, groups, strict=True)
+            if group
+        ]
+
+    def plan(self, budget: int | None) -> tuple[Plan, dict[Node, str], int]:
+        """The planner's answer, what it means for each value, and the peak of the whole graph with it.
+
+        Layer by layer the peak is estimated a little higher or lower than it is over the whole. So the room that the
+        planner is given is searched for: on a ladder from the most that is of use down to the least possible, then by
+        halves of the rung above. The rungs are the same for every budget, so that more bytes never give a slower plan.
+
+        Raises: Infeasible.
+        """
+        segments, parts = self._segments()
+
+        def at(room: int | None) -> tuple[Plan, dict[Node, str], int]:
+            answer = plan(segments, self.base, room, self.ceilings.host_bandwidth, self.host_budget)
+            return answer, *self._weighed(answer, parts)
+
+        best = at(None)
+        if budget is None or best[2] <= budget:
+            return best
+        try:
+            least = plan(segments, self.base, 1, self.ceilings.host_bandwidth, self.host_budget).peak
+        except Infeasible as error:
+            least = error.smallest
+        high, smallest = best[0].peak, best[2]
+        for room in [least + (high - least) * step // _RUNGS for step in reversed(range(_RUNGS))]:
+            best = at(room)
+            if best[2] <= budget:
+                break
+            high, smallest = room, min(smallest, best[2])
+        else:
+            raise Infeasible(budget, smallest)
+        for _ in range(_HALVES):
+            middle = (room + high) // 2
+            found = at(middle)
+            if found[2] <= budget:
+                room, best = middle, found
+            else:
+                high = middle
+        return best
+
+    def _weighed(self, answer: Plan, parts: list[list[list[Node]]]) -> tuple[dict[Node, str], int]:
+        chosen = self._chosen(answer, parts)
+        self.check(chosen)
+        return chosen, self.peak(chosen)
+
+    def check(self, chosen: dict[Node, str]) -> None:
+        """Whatever the backward reads, and whatever making that again reads, is there."""
+        for i, value in enumerate(self.work.values):
+            what = chosen.get(self.values[i], "drop")
+            read = [i] if value.needed else []
+            read += value.inputs if what == "recompute" else ()
+            for j in read:
+                there = self.work.values[j].choice == "free" or chosen.get(self.values[j], "drop") != "drop"
+                assert there, f"{self.values[j]} is read by {self.values[i]} but neither kept nor made again"
+
+    def peak(self, chosen: dict[Node, str]) -> int:
+        choices = [chosen.get(node, "drop") for node in self.values]
+        return self.base + max(self.work.peaks(choices, True, self.ceilings.host_bandwidth))
+
+    def steps(self, chosen: dict[Node, str]) -> tuple[list[Step], list[Step]]:
+        """What runs in the forward, and in the backward."""
+        choices, bandwidth = [chosen.get(node, "drop") for node in self.values], self.ceilings.host_bandwidth
+        return self.work.forward_steps(choices, bandwidth), self.work.backward_steps(choices, bandwidth)
+
+    def _segments(self) -> tuple[list[Segment], list[list[list[Node]]]]:
+        """Equal neighbours as one segment; for each segment the value nodes of each copy."""
+        segments: list[Segment] = []
+        parts: list[list[list[Node]]] = []
+        works: list[Work] = []
+        for name, work, nodes in self.parts:
+            if works and works[-1] == work:
+                parts[-1].append(nodes)
+                continue
+            works.append(work)
+            parts.append([nodes])
+            grads = sum(work.gradients[i - len(work.values)] for i in work.results)
+            peaks = functools.cache(functools.partial(work.peaks, host_bandwidth=self.ceilings.host_bandwidth))
+            # Copies to the host have the forward's time, those back the backward's.
+            halves = [op.seconds for op in work.forward if not op.late], [op.seconds for op in work.backward]
+            segments.append(Segment(name, work.values, 1, grads, peaks, 2 * min(map(sum, halves))))
+        return [replace(s, count=len(copies)) for s, copies in zip(segments, parts, strict=True)], parts
+
+    def _chosen(self, answer: Plan, parts: list[list[list[Node]]]) -> dict[Node, str]:
+        """Of each value the strongest that its readers chose: what one keeps is there for all."""
+        rank = {"drop": 0, "recompute": 1, "offload": 2, "keep": 3}
+        chosen: dict[Node, str] = {}
+        for copies, choices in zip(parts, answer.layers, strict=True):
+            for nodes, choice in zip(copies, choices, strict=True):
+                for node, what in zip(nodes, choice.choices, strict=True):
+                    late = what in ("keep", "offload") and self.storages.is_late(node)
+                    if rank[what] > rank.get(chosen.get(node, "drop"), 0):
+                        chosen[node] = "recompute" if late else what
+        return chosen
+
+
+def device_of(gm: GraphModule) -> torch.device:
+    devices = [n.meta["val"].device for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return next((d for d in devices if d.type == "cuda"), devices[0] if devices else torch.device("cpu"))
+
+
+def _places(nodes: Sequence[Node]) -> dict[Node, tuple[str, int] | None]:
+    """For each call the list of modules that it comes from, the outermost that has several, and its number there.
+
+    Of several outputs it is the last one's: a sum and the norm after it, which starts the next layer.
+    """
+    found = {n: [(path[: m.start()], int(next(filter(None, m.groups())))) for m in _NUMBERED.finditer(path)]
+             for n in nodes for path in [_path(n)]}  # fmt: skip
+    numbers: dict[str, set[int]] = {}
+    for prefix, number in (place for places in found.values() for place in places):
+        numbers.setdefault(prefix, set()).add(number)
+    own = {n: next((p for p in places if len(numbers[p[0]]) > 1), None) for n, places in found.items()}
+    places = dict(own)
+    for n in nodes:
+        if n.target is not operator.getitem:
+            outputs = [own[u] for u in n.users if u.target is operator.getitem and own.get(u) is not None]
+            places[n] = max([p for p in (own[n], *outputs) if p is not None], key=lambda p: p[1], default=None)
+    call = lambda n: n.args[0] if n.target is operator.getitem else n  # noqa: E731
+    return {n: places.get(call(n), own[n]) for n in nodes}
+
+
+def _path(node: Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0] if stack else ""

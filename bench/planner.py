@@ -22,9 +22,9 @@ import _harness as harness
 import _models
 import torch
 import torch._functorch.config
-from fused_backend.compiler import planner
-from fused_backend.compiler.joint import Joint
+from fused_backend.compiler import front
 from fused_backend.compiler.frontier import Captured, at_budget, capture, keeping
+from fused_backend.compiler.joint import Joint
 from fused_backend.compiler.planner import Infeasible
 from torch import nn
 
@@ -113,7 +113,7 @@ def planning(layers: int, rows: list[dict[str, Any]]) -> None:
     gm, unmarked = graph.unmarked()
     saved, torch_s = _torch(graph, gm, 0.5)
     budget = keeping(unmarked, saved, "torch").peak
-    planner._selections.cache_clear()
+    front._selections.cache_clear()
     begun = time.perf_counter()
     joint = graph.joint()
     read = time.perf_counter()

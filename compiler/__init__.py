@@ -3,8 +3,9 @@
 Reading order: backend.py (the pipeline, start to end), canonicalize.py and spelling.py (one spelling per op),
 match.py (an idiom against a graph), rewrite.py (sites, checks, replacement), layout.py (views that other strides would
 break), deferred.py (logits that compute themselves when read), partition.py (what is saved), then for memory budgets
-budget.py (a joint graph cut into layers, the plan written on its nodes), memory.py (bytes at every position), cost.py
-(seconds of a node), planner.py (the integer programs), frontier.py (plans at many budgets, drawn); report.py (what was
+budget.py (what is asked and told), joint.py (a joint graph cut into layers, and planned), memory.py (bytes at every
+position), cost.py (seconds of a node), front.py and planner.py (the integer programs, of a layer and of the whole),
+rematerialize.py (the plan written into the graph), frontier.py (plans at many budgets, drawn); report.py (what was
 decided), options.py, fusions.py, errors.py.
 """
 

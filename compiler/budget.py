@@ -1,7 +1,6 @@
 """A byte budget over a joint graph: what the planner is asked, and how its answer reaches the partitioner.
 
-`compiler/joint.py` has the graph planned, `compiler/rematerialize.py` writes the plan into it; here is what a user gives
-and is told.
+joint.py has the graph planned, rematerialize.py writes the plan into it; here is what a user gives and is told.
 """
 
 from __future__ import annotations
@@ -105,7 +104,6 @@ class Request:
         if asked > total:
             raise BudgetError(f"{what} is more than the {_gib(total)} of the device. Lower it, or use 'auto'")
         return asked
-
 
     def host_bytes_on(self, device: torch.device) -> int:
         """Bytes of host memory to send values to: as asked, else half of this process's share of what the host has."""

@@ -17,11 +17,12 @@ from torch.fx import GraphModule, Node
 
 from .backend import Compiled, rewrite, run_untouched
 from .budget import EFFICIENCY, Request, forget_hints
+from .front import Segment, _completed, _priced, front
 from .fusions import fusion_names
 from .joint import Joint, device_of
 from .options import Options
 from .partition import backward_nodes, merge_equal_calls
-from .planner import Infeasible, Plan, Segment, _completed, _priced, front
+from .planner import Infeasible, Plan
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .cost import Ceilings, ceilings, nbytes_of
+from .front import Segment
 from .memory import Step, Storages, Work, calls_of, is_view, work_of
-from .planner import Infeasible, Plan, Segment, plan
+from .planner import Infeasible, Plan, plan
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.|$)|\[(\d+)\]|\['(\d+)'\]")
-_RUNGS = 12  # of the ladder in `Joint.plan`
-_HALVES = 4
+_ROOMS = 128  # that `Joint.plan` may look at
 
 
 class Joint:
@@ -85,8 +85,8 @@ class Joint:
         """The planner's answer, what it means for each value, and the peak of the whole graph with it.
 
         Layer by layer the peak is estimated a little higher or lower than it is over the whole. So the room that the
-        planner is given is searched for: on a ladder from the most that is of use down to the least possible, then by
-        halves of the rung above. The rungs are the same for every budget, so that more bytes never give a slower plan.
+        planner is given is searched for, between the least possible and the most that is of use, by halves. The places
+        looked at are the same for every budget, so that more bytes never give a slower plan.
 
         Raises: Infeasible.
         """
@@ -96,28 +96,24 @@ class Joint:
             answer = plan(segments, self.base, room, self.ceilings.host_bandwidth, self.host_budget)
             return answer, *self._weighed(answer, parts)
 
-        best = at(None)
-        if budget is None or best[2] <= budget:
-            return best
+        fastest = at(None)
+        if budget is None or fastest[2] <= budget:
+            return fastest
         try:
             least = plan(segments, self.base, 1, self.ceilings.host_bandwidth, self.host_budget).peak
         except Infeasible as error:
             least = error.smallest
-        high, smallest = best[0].peak, best[2]
-        for room in [least + (high - least) * step // _RUNGS for step in reversed(range(_RUNGS))]:
-            best = at(room)
-            if best[2] <= budget:
-                break
-            high, smallest = room, min(smallest, best[2])
-        else:
-            raise Infeasible(budget, smallest)
-        for _ in range(_HALVES):
-            middle = (room + high) // 2
-            found = at(middle)
+        best, smallest = None, fastest[2]
+        low, high = 0, _ROOMS
+        while high - low > 1 or (best is None and high):
+            middle = (low + high) // 2
+            found = at(least + (fastest[0].peak - least) * middle // _ROOMS)
             if found[2] <= budget:
-                room, best = middle, found
+                low, best = middle, found
             else:
-                high = middle
+                high, smallest = middle, min(smallest, found[2])
+        if best is None:
+            raise Infeasible(budget, smallest)
         return best
 
     def _weighed(self, answer: Plan, parts: list[list[list[Node]]]) -> tuple[dict[Node, str], int]:

@@ -26,9 +26,10 @@ from ..kernels._offload import host_nbytes
 from ..kernels._op import REMADE, WORKSPACE
 from .cost import Ceilings, arguments, move_seconds, nbytes_of, seconds
 from .cost import is_view as _renames
-from .planner import Value
+from .front import Value
 
 LEAST_SENT = 2**20  # bytes: a transfer of less is all latency
+
 
 @dataclass(frozen=True)
 class Operation:

@@ -134,4 +134,3 @@ def call_like(graph: Graph, target: Any, args: tuple[Any, ...], origin: Node) ->
     with origin.meta["val"].fake_mode, torch.no_grad():
         made.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
     return made
-

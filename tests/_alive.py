@@ -24,6 +24,9 @@ from torch.fx import GraphModule, Node
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "fused_backend::lora_linear")
 
 
+SENT, FETCHED, ARRIVED = (f"fused_backend::{name}" for name in ("offloaded", "reload", "arrived"))
+
+
 def tensors(node: Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, torch.Tensor)]
@@ -42,6 +45,13 @@ def memory(gm: GraphModule, given: dict[str, list[Hashable]] | None = None) -> t
             position = [i for i, v in enumerate(node.args[0].meta["val"]) if isinstance(v, torch.Tensor)]
             if node.args[1] in position:
                 pieces[node] = [pieces[node.args[0]][position.index(node.args[1])]]
+            continue
+        if named(node) in (SENT, FETCHED, ARRIVED):
+            # Host memory does not count; what comes back takes memory from when its copy begins.
+            source = tensors(node.args[-1 if named(node) == SENT else 0])[0]
+            piece = pieces[node.args[0]][0] if named(node) == ARRIVED else (node.name, 0)
+            pieces[node] = [piece]
+            size.setdefault(piece, source.untyped_storage().nbytes() if named(node) == FETCHED else 0)
             continue
         for i, t in enumerate(tensors(node) if node.op != "output" else []):
             inputs = [(p, u) for n in node.all_input_nodes for p, u in zip(pieces[n], tensors(n), strict=True)]
@@ -89,6 +99,7 @@ class Half:
         mine, size = memory(self.forward)
         base = {p for n in self.forward.graph.nodes if n.op == "placeholder" for p in mine[n]}
         theirs, other = memory(self.backward, {n.name: p for n, p in mine.items() if p})
+        other |= {p: 0 for p in other if size.get(p) == 0}
         held = sum(size[p] for p in base)
         backward = highest(self.backward, theirs, other, base)
         return held + max(highest(self.forward, mine, size, base), backward)
@@ -165,8 +176,8 @@ class Watch:
 class Sweep:
     """A backend that lowers each traced graph without a plan, and with plans from its most down to its least bytes."""
 
-    def __init__(self, watch: Watch, steps: int = 3, respect_checkpointing: bool = False) -> None:
-        self.watch, self.steps, self.respect_checkpointing = watch, steps, respect_checkpointing
+    def __init__(self, watch: Watch, steps: int = 3, respect_checkpointing: bool = False, host_budget: Any = 0) -> None:
+        self.watch, self.steps, self.given = watch, steps, (host_budget, respect_checkpointing)
         self.budgets: list[list[int]] = []  # of each graph
         self.halves: list[list[Half]] = []
         self.now = -1  # which step runs; -1: the one without a plan
@@ -182,10 +193,10 @@ class Sweep:
         without = lowered(None)
         if len(made) == start:
             return without  # nothing in it trains
-        widest = lowered(Request(None, 0, self.respect_checkpointing))
+        widest = lowered(Request(None, *self.given))
         most, least = needed(made[-1].joint)
         budgets = [most - (most - least) * i // (self.steps - 1) for i in range(self.steps)]
-        compiled = [widest, *(lowered(Request(b, 0, self.respect_checkpointing)) for b in budgets[1:]), without]
+        compiled = [widest, *(lowered(Request(b, *self.given)) for b in budgets[1:]), without]
         self.budgets.append(budgets)
         self.halves.append(made[start + 1 :])
         return lambda *args: compiled[self.now](*args)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 import scipy.optimize
-from fused_backend.compiler import planner
-from fused_backend.compiler.planner import DIFFERENT, SLOWDOWN, Choice, Infeasible, Segment, Value, front, plan
+from fused_backend.compiler import front as layer
+from fused_backend.compiler.front import SLOWDOWN, Choice, Segment, Value, front
+from fused_backend.compiler.planner import DIFFERENT, Infeasible, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,12 +195,12 @@ def failing(monkeypatch):
     milp = scipy.optimize.milp
 
     def install(fails):
-        planner._selections.cache_clear()
+        layer._selections.cache_clear()
         failed = scipy.optimize.OptimizeResult(x=None, status=4)
         monkeypatch.setattr(scipy.optimize, "milp", lambda *a, **k: failed if fails(k["options"]) else milp(*a, **k))
 
     yield install
-    planner._selections.cache_clear()
+    layer._selections.cache_clear()
 
 
 def test_what_the_solver_fails_at_is_solved_without_presolve_or_has_a_plan_without_it(failing):

@@ -88,8 +88,12 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if (plan := sweep.plans.get(sweep.now)) is not None:
             row |= {
                 "predicted_peak_GiB": plan.peak / 2**30, "predicted_ms": 1e3 * plan.seconds,
-                "predicted_extra_ms": 1e3 * plan.extra_seconds, "gap": plan.gap,
-                "kinds": [[r.name, r.kept, r.recomputed] for r in plan.kinds if r.kept + r.recomputed > 2**20],
+                "predicted_extra_ms": 1e3 * plan.extra_seconds, "gap": plan.gap, "host_GiB": plan.host / 2**30, "peak_at": plan.peak_at,
+                "kinds": [
+                    [r.name, r.kept, r.recomputed, r.offloaded]
+                    for r in plan.kinds
+                    if r.kept + r.recomputed + r.offloaded > 2**20
+                ],
             }  # fmt: skip
         sweep.made.pop(sweep.now, None)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "kinds"}, flush=True)

@@ -20,6 +20,7 @@ from .joint import Joint, device_of
 from .options import Options, parse_bytes
 from .planner import Infeasible, Plan
 from .rematerialize import rematerialize
+from .sizes import hold
 
 MARGIN = 0.03  # of a budget: what allocators round up and keep apart
 EFFICIENCY = 0.85  # of its ceilings, what a whole step reaches: 0.83 and 0.87 for two models on an H200
@@ -141,6 +142,7 @@ def apply(gm: GraphModule, backward: set[Node], request: Request, num_fwd_output
     """Plan a joint graph, and have its backward do as planned. Raises: BudgetError."""
     if not request.respect_checkpointing:
         forget_hints(gm.graph)
+    hold(gm)
     joint = Joint(gm, backward, num_fwd_outputs, request.host_bytes_on(device_of(gm)))
     budget = request.bytes_on(joint.device, joint.base)
     try:

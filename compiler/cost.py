@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
-from torch.fx.experimental import symbolic_shapes
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..kernels._measured import cache_path, device_name, median_ms, read, write
 from ..kernels._op import BYTES_MOVED
+from .sizes import largest
 
 log = logging.getLogger("fused_backend")
 aten = torch.ops.aten
@@ -180,16 +180,16 @@ def move_seconds(target: Any, args: tuple[Any, ...], ceilings: Ceilings) -> floa
 
 
 def nbytes_of(value: Any) -> int:
-    """Bytes that a fake tensor addresses, symbolic sizes at their hints; 0 for what is no tensor.
+    """Bytes that a fake tensor addresses, symbolic sizes at their largest; 0 for what is no tensor.
 
     A dimension along which nothing is stored (stride 0, as `expand` makes) counts once.
     """
     if not isinstance(value, Tensor):
         return 0
     if value.layout is not torch.strided:
-        return _hint(value.numel()) * value.element_size()
-    sizes = [_hint(size) for size in value.shape]
-    stored = (n for n, stride in zip(sizes, value.stride(), strict=True) if n == 0 or _hint(stride) != 0)
+        return largest(value.numel()) * value.element_size()
+    sizes = [largest(size) for size in value.shape]
+    stored = (n for n, stride in zip(sizes, value.stride(), strict=True) if n == 0 or largest(stride) != 0)
     return math.prod(stored) * value.element_size()
 
 
@@ -325,24 +325,13 @@ def _hinted(value: Any) -> Any:
 
     def known(leaf: Any) -> Any:
         if isinstance(leaf, torch.SymInt):
-            return _hint(leaf)
+            return largest(leaf)
         if not isinstance(leaf, Tensor) or all(isinstance(size, int) for size in leaf.shape):
             return leaf
         with unset_fake_temporarily():
-            return torch.empty([_hint(size) for size in leaf.shape], dtype=leaf.dtype, device="meta")
+            return torch.empty([largest(size) for size in leaf.shape], dtype=leaf.dtype, device="meta")
 
     return tree_map(known, value)
-
-
-_UNKNOWN = 4096  # a size that depends on data, as torch's own partitioner takes it
-
-
-def _hint(size: Any) -> int:
-    if not isinstance(size, torch.SymInt):
-        return size
-    # Torch's releases differ in the name; neither adds a guard.
-    helper = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int  # type: ignore[attr-defined]
-    return int(helper(size, fallback=_UNKNOWN))
 
 
 def _tensors(node: Node) -> list[Tensor]:

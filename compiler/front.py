@@ -106,20 +106,20 @@ class Program:
         return result
 
 
-def front(segment: Segment, host_bandwidth: float | None = None) -> list[Choice]:
+def front(segment: Segment, host_bandwidth: float | None = None, host_budget: int | None = None) -> list[Choice]:
     """Choices for one copy, from the fastest to the smallest: each is the fastest for the bytes it keeps.
 
     Points that are no better in anything `plan` looks at (kept bytes, both peaks, host bytes, seconds) are left out.
     host_bandwidth, in bytes a second, allows offloading: transfers of a copy, out and back, must fit into its
-    `compute_seconds` and are charged `SLOWDOWN` of their time. Points without offloading are found as well.
+    `compute_seconds` and are charged `SLOWDOWN` of their time. It may hold `host_budget` bytes on the host. Points without offloading are found as well.
 
     Raises: ValueError for values that are made from each other or have an unknown choice.
     """
     _check(segment)
     values = tuple(replace(v, name="") for v in segment.values)  # equal layers have other names, and are solved once
-    found = dict.fromkeys(_selections(values, None, 0.0))
+    found = dict.fromkeys(_selections(values, None, 0.0, None))
     if host_bandwidth is not None:
-        found |= dict.fromkeys(_selections(values, host_bandwidth, segment.compute_seconds))
+        found |= dict.fromkeys(_selections(values, host_bandwidth, segment.compute_seconds, host_budget))
     points = [_priced(segment, choices, host_bandwidth) for choices in found]
     left: dict[tuple[int, ...], Choice] = {}
     # Only one before it, at least as fast, can be better in everything.
@@ -146,11 +146,13 @@ def _bytes(values: Sequence[Value], choices: Sequence[str], of: str = "keep") ->
 
 
 @functools.lru_cache(maxsize=64)
-def _selections(values: tuple[Value, ...], host_bandwidth: float | None, compute: float) -> tuple[tuple[str, ...], ...]:
+def _selections(
+    values: tuple[Value, ...], host_bandwidth: float | None, compute: float, host_budget: int | None
+) -> tuple[tuple[str, ...], ...]:
     """The fastest choices for bytes kept at `LEVELS` levels, from those of the fastest down to the least possible."""
     if not values:
         return ((),)
-    program, keep, send, cost = _layer_program(values, host_bandwidth, compute)
+    program, keep, send, cost = _layer_program(values, host_bandwidth, compute, host_budget)
     unit = ROW / (sum(v.nbytes for v in values) or 1)
     size = [(k, v.nbytes * unit) for k, v in zip(keep, values, strict=True)]
 
@@ -174,7 +176,7 @@ def _selections(values: tuple[Value, ...], host_bandwidth: float | None, compute
 
 
 def _layer_program(
-    values: Sequence[Value], host_bandwidth: float | None, compute: float
+    values: Sequence[Value], host_bandwidth: float | None, compute: float, host_budget: int | None
 ) -> tuple[Program, list[int], list[int], dict[int, float]]:
     """All there is to say of one copy but the bytes it may keep; its variables for keeping and sending; its cost."""
     program = Program()
@@ -203,6 +205,9 @@ def _layer_program(
             cost[k] += SLOWDOWN * transfer * second
         unit = compute or max(t for _, t in transfers) or 1.0
         program.row([(k, t / unit) for k, t in transfers], high=compute / unit)
+        if host_budget is not None:
+            held = [(k, (v.host_nbytes or v.nbytes) / host_budget) for k, v in zip(send, values, strict=True)]
+            program.row(held, high=1.0)
     return program, keep, send, cost
 
 

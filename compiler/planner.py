@@ -66,7 +66,7 @@ def plan(
 
     Raises: Infeasible, with the least peak that can be reached.
     """
-    points = [_in_order(_useful(front(s, host_bandwidth), s, host_budget), s) for s in segments]
+    points = [_in_order(_useful(front(s, host_bandwidth, host_budget or None), s, host_budget), s) for s in segments]
     layers = [[min(p, key=lambda c: (c.seconds, c.kept))] * s.count for p, s in zip(points, segments, strict=True)]
     least = bound = sum(c.seconds for copies in layers for c in copies)
     if budget is not None and _peak(segments, layers, base)[0] > budget:

@@ -285,18 +285,37 @@ def test_a_backward_twice(watch):
     assert_same(second, first)
 
 
-def test_dynamic_shapes(watch):
-    model, small, large = Stack(2), data(48), data(80)
-    options = {"lowering": "aot_eager", "memory_budget": HUGE}
-    torch.compile(model, backend="fused", dynamic=True, options=options)(large)
-    _, least = needed(watch.halves[-1].joint)
+def dynamic(model, budget, watch):
     torch._dynamo.reset()
     del watch.halves[:]
-    options["memory_budget"] = least
-    module = torch.compile(model, backend="fused", dynamic=True, options=options)
-    for x in (large, small):
+    return torch.compile(
+        model, backend="fused", dynamic=True, options={"lowering": "aot_eager", "memory_budget": budget}
+    )
+
+
+def test_one_graph_for_the_lengths_that_it_was_planned_for(watch):
+    """A little more than the first seen; beyond that another is planned, with a budget of its own kept."""
+    model, x = Stack(2), data(72)
+    dynamic(model, HUGE, watch)(x)
+    most, least = needed(watch.halves[-1].joint)
+    module = dynamic(model, (most + least) // 2, watch)
+    for length, graphs in ((72, 1), (48, 1), (80, 1), (88, 2), (64, 2), (96, 2)):
+        x = data(length)
         close_to_eager(model, lambda m, x=x: m(x), step(model, lambda x=x: module(x)))
-    assert len(watch.halves) == 1 and watch.halves[0].again()
+        assert len(watch.halves) == graphs, length
+    small, large = (half.joint.work for half in watch.halves)
+    ratio = {b.nbytes / a.nbytes for a, b in zip(small.values, large.values, strict=True) if a.nbytes != b.nbytes}
+    assert {96 / 80, (96 / 80) ** 2} == ratio and watch.halves[1].again()
+
+
+def test_a_declared_length_is_planned_for(watch):
+    model, x = Stack(2), data(48)
+    torch._dynamo.mark_dynamic(x, 1, min=2, max=120)
+    torch.compile(model, backend="fused", options={"lowering": "aot_eager", "memory_budget": HUGE})(x)
+    torch._dynamo.reset()
+    compiled(model, HUGE)(data(120))
+    declared, fixed = (max(v.nbytes for v in half.joint.work.values) for half in watch.halves)
+    assert declared == fixed
 
 
 def test_a_model_without_layers(watch):

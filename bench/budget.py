@@ -88,7 +88,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if (plan := sweep.plans.get(sweep.now)) is not None:
             row |= {
                 "predicted_peak_GiB": plan.peak / 2**30, "predicted_ms": 1e3 * plan.seconds,
-                "predicted_extra_ms": 1e3 * plan.extra_seconds, "gap": plan.gap, "host_GiB": plan.host / 2**30, "peak_at": plan.peak_at,
+                "predicted_extra_ms": 1e3 * plan.extra_seconds, "gap": plan.gap, "host_GiB": plan.host / 2**30,
+                "peak_at": plan.peak_at, "planning_s": plan.planning_seconds,
                 "kinds": [
                     [r.name, r.kept, r.recomputed, r.offloaded]
                     for r in plan.kinds

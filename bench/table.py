@@ -93,19 +93,22 @@ def steps() -> list[str]:
 def budgets() -> list[str]:
     """Training steps under a memory budget: time beside the step without one, peak beside the predicted one."""
     lines = [
-        "| `python bench/budget.py`, B2 x S4096 | budget | ms/step | of none | peak GiB | predicted peak |",
-        "|---|---|---|---|---|---|",
+        "| `python bench/budget.py`, B2 x S4096 | budget | ms | predicted | of none | peak GiB | predicted | host |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     rows = load("budget")["rows"]
     free = {(r["model"], r["mode"]): r["ms"] for r in rows if r["budget"] == "none"}
     for row in sorted(rows, key=lambda r: (r["model"], -r.get("peak_GiB", 0))):
         name = f"| {row['model']} {row['mode']} | {row['budget']} |"
         if "failed" in row:
-            lines.append(f"{name} refused: {row['failed'].split('. Raise')[0]} | | | |")
+            lines.append(f"{name} refused: {row['failed'].split('. Raise')[0]} | | | | | |")
             continue
         ratio = row["ms"] / free[row["model"], row["mode"]]
-        predicted = f"{row['predicted_peak_GiB']:.2f}" if "predicted_peak_GiB" in row else ""
-        lines.append(f"{name} {row['ms']:.0f} | {ratio:.2f} | {row['peak_GiB']:.2f} | {predicted} |")
+        time, peak, host = (
+            f"{row[key]:.{digits}f}" if key in row else ""
+            for key, digits in (("predicted_ms", 0), ("predicted_peak_GiB", 2), ("host_GiB", 1))
+        )
+        lines.append(f"{name} {row['ms']:.0f} | {time} | {ratio:.2f} | {row['peak_GiB']:.2f} | {peak} | {host} |")
     return lines
 
 

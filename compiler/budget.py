@@ -8,7 +8,8 @@ from __future__ import annotations
 import operator
 import os
 import pathlib
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class MemoryPlan:
     host: int  # bytes of pinned host memory
     kinds: tuple[Row, ...]
     layers: tuple[Row, ...]
+    planning_seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
         head = f"predicted peak {_gib(self.peak)} ({self.peak_at}), "
@@ -143,6 +145,7 @@ def apply(gm: GraphModule, backward: set[Node], request: Request, num_fwd_output
     if not request.respect_checkpointing:
         forget_hints(gm.graph)
     hold(gm)
+    begun = time.perf_counter()
     joint = Joint(gm, backward, num_fwd_outputs, request.host_bytes_on(device_of(gm)))
     budget = request.bytes_on(joint.device, joint.base)
     try:
@@ -154,7 +157,7 @@ def apply(gm: GraphModule, backward: set[Node], request: Request, num_fwd_output
             f"memory_budget {request.budget!r} is below {least}, the least that this step can run in. Raise it, or "
             f"shorten the batch or the sequence"
         ) from None
-    made = summary(joint, answer, chosen, peak, budget)
+    made = replace(summary(joint, answer, chosen, peak, budget), planning_seconds=time.perf_counter() - begun)
     request.made.append(made)
     rematerialize(gm.graph, joint.storages, chosen, joint.values, joint.calls, joint.steps(chosen))
     gm.recompile()

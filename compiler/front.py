@@ -111,7 +111,8 @@ def front(segment: Segment, host_bandwidth: float | None = None, host_budget: in
 
     Points that are no better in anything `plan` looks at (kept bytes, both peaks, host bytes, seconds) are left out.
     host_bandwidth, in bytes a second, allows offloading: transfers of a copy, out and back, must fit into its
-    `compute_seconds` and are charged `SLOWDOWN` of their time. It may hold `host_budget` bytes on the host. Points without offloading are found as well.
+    `compute_seconds` and are charged `SLOWDOWN` of their time. It may hold `host_budget` bytes on the host. Points
+    without offloading are found as well.
 
     Raises: ValueError for values that are made from each other or have an unknown choice.
     """

@@ -83,3 +83,11 @@ def _seed():
 def device() -> torch.device:
     """The device kernels run on: the GPU, or the CPU with the interpreter."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Every graph that is partitioned during the test."""
+    from _alive import Watch
+
+    return Watch(monkeypatch)

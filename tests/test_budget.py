@@ -6,103 +6,20 @@ Peaks are read off the partitioned graphs by `_alive`, which shares no code with
 import functools
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from _alive import PRODUCTS, Sweep, Watch, called, needed
+from _alive import PRODUCTS, called
 from _models import batch, tiny
 from _peft import adapted
+from _stack import HUGE, Stack, assert_same, assert_same_under_budgets, compiled, data, least_of, step
 from fused_backend.compiler import BudgetError, MemoryPlan, budget, explain
 from fused_backend.compiler.budget import MARGIN
 from fused_backend.compiler.planner import Infeasible
-from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 F32 = torch.float32
-HUGE = "8GiB"
-
-
-@pytest.fixture
-def watch(monkeypatch):
-    return Watch(monkeypatch)
-
-
-def compiled(model, budget: Any = None, **options):
-    torch._dynamo.reset()
-    given = {"lowering": "aot_eager", **options} | ({} if budget is None else {"memory_budget": budget})
-    return torch.compile(model, backend="fused", options=given)
-
-
-def step(model, call, seed=1):
-    """Loss and gradients."""
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    loss = call()
-    loss.backward()
-    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def assert_same(got, want):
-    assert len(got) == len(want) > 1
-    assert all(map(torch.equal, got, want))
-
-
-def least_of(model, call, watch):
-    """Most and least bytes that a budget of the last graph of `call` is about."""
-    call(compiled(model, HUGE))
-    return needed(watch.halves[-1].joint)
-
-
-class Layer(nn.Module):
-    """Attention and a gated MLP, written by hand: quick to trace."""
-
-    def __init__(self, d: int = 16, dropout=lambda t: t, activation=F.silu):
-        super().__init__()
-        self.qkv, self.o = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
-        self.gate, self.up, self.down = nn.Linear(d, 2 * d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
-        self.w = nn.Parameter(torch.rand(d) + 0.5)
-        self.dropout, self.activation = dropout, activation
-
-    def forward(self, x):
-        q, k, v = self.qkv(F.rms_norm(x, (x.shape[-1],), self.w, 1e-6)).chunk(3, -1)
-        x = x + self.o(self.dropout(torch.softmax(q @ k.transpose(-1, -2), -1)) @ v)
-        return x + self.down(self.activation(self.gate(x)) * self.up(x))
-
-
-class Stack(nn.Module):
-    def __init__(self, layers: int = 3, d: int = 16, around=lambda i, layer, x: layer(x), **rest: Any):
-        super().__init__()
-        self.first, self.w = nn.Linear(d, d), nn.Parameter(torch.rand(d) + 0.5)
-        self.layers = nn.ModuleList(Layer(d, **rest) for _ in range(layers))
-        self.around = around
-
-    def forward(self, x):
-        x = self.first(x)
-        for i, layer in enumerate(self.layers):
-            x = self.around(i, layer, x)
-        return F.rms_norm(x, (x.shape[-1],), self.w, 1e-6).square().mean()
-
-
-def data(length=64, d=16):
-    return torch.randn(2, length, d)
-
-
-def assert_same_under_budgets(model, call, watch, graphs=1, steps=2, **options):
-    """The same bits without a plan and from the most to the least bytes that each graph can do with; never over."""
-    torch._dynamo.reset()
-    sweep = Sweep(watch, steps, **options)
-    module = torch.compile(model, backend=sweep)
-    sweep.want = step(model, lambda: call(module))
-    assert len(sweep.halves) == graphs
-    for sweep.now in range(steps):
-        assert_same(step(model, lambda: call(module)), sweep.want)
-    for most, half in sweep.pairs():
-        assert half.peak() <= most
-    assert any(halves[-1].again() for halves in sweep.halves)
-    return sweep
 
 
 # --- The same bits, never over ---------------------------------------------------------------------------------------
@@ -249,150 +166,6 @@ def test_too_small_a_budget_says_what_would_do():
 def test_a_budget_that_means_nothing(budget, words):
     message = refusal(lambda: compiled(Stack(1), budget)(data()))
     assert all(word.lower() in message.lower() for word in words) and "\n" not in message
-
-
-# --- Other graphs ----------------------------------------------------------------------------------------------------
-
-
-def close_to_eager(model, call, got):
-    for mine, expected in zip(
-        got.want if isinstance(got, Sweep) else got, step(model, lambda: call(model)), strict=True
-    ):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_two_graphs_in_a_step(watch):
-    class Halves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = Layer(), Stack(3)
-
-        def forward(self, x):
-            x = self.a(x)
-            torch._dynamo.graph_break()
-            return self.b(x)
-
-    model, x = Halves(), data()
-    close_to_eager(model, lambda m: m(x), assert_same_under_budgets(model, lambda m: m(x), watch, graphs=2))
-
-
-def test_a_backward_twice(watch):
-    model, x = Stack(2), data()
-    _, least = least_of(model, lambda m: m(x), watch)
-    loss = compiled(model, least)(x)
-    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    second = torch.autograd.grad(loss, list(model.parameters()))
-    assert_same(second, first)
-
-
-def dynamic(model, budget, watch):
-    torch._dynamo.reset()
-    del watch.halves[:]
-    return torch.compile(
-        model, backend="fused", dynamic=True, options={"lowering": "aot_eager", "memory_budget": budget}
-    )
-
-
-def test_one_graph_for_the_lengths_that_it_was_planned_for(watch):
-    """A little more than the first seen; beyond that another is planned, with a budget of its own kept."""
-    model, x = Stack(2), data(72)
-    dynamic(model, HUGE, watch)(x)
-    most, least = needed(watch.halves[-1].joint)
-    module = dynamic(model, (most + least) // 2, watch)
-    for length, graphs in ((72, 1), (48, 1), (80, 1), (88, 2), (64, 2), (96, 2)):
-        x = data(length)
-        close_to_eager(model, lambda m, x=x: m(x), step(model, lambda x=x: module(x)))
-        assert len(watch.halves) == graphs, length
-    small, large = (half.joint.work for half in watch.halves)
-    ratio = {b.nbytes / a.nbytes for a, b in zip(small.values, large.values, strict=True) if a.nbytes != b.nbytes}
-    assert {96 / 80, (96 / 80) ** 2} == ratio and watch.halves[1].again()
-
-
-def test_a_declared_length_is_planned_for(watch):
-    model, x = Stack(2), data(48)
-    torch._dynamo.mark_dynamic(x, 1, min=2, max=120)
-    torch.compile(model, backend="fused", options={"lowering": "aot_eager", "memory_budget": HUGE})(x)
-    torch._dynamo.reset()
-    compiled(model, HUGE)(data(120))
-    declared, fixed = (max(v.nbytes for v in half.joint.work.values) for half in watch.halves)
-    assert declared == fixed
-
-
-def test_a_model_without_layers(watch):
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = Layer(), Layer()
-
-        def forward(self, x):
-            return self.b(self.a(x)).square().mean()
-
-    model, x = Flat(), data()
-    close_to_eager(model, lambda m: m(x), assert_same_under_budgets(model, lambda m: m(x), watch))
-
-
-def test_two_lists_of_layers(watch):
-    """Of an encoder and a decoder that reads its output in every layer."""
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.decoder = (nn.ModuleList(Layer() for _ in range(2)) for _ in range(2))
-
-        def forward(self, x, y):
-            for layer in self.encoder:
-                x = layer(x)
-            for layer in self.decoder:
-                y = layer(y + x)
-            return y.square().mean()
-
-    model, x, y = Both(), data(), data()
-    close_to_eager(model, lambda m: m(x, y), assert_same_under_budgets(model, lambda m: m(x, y), watch))
-
-
-def test_a_buffer_that_the_forward_writes(watch):
-    class Normed(Stack):
-        def __init__(self):
-            super().__init__(2)
-            self.norm = nn.BatchNorm1d(16)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x):
-            self.calls += 1
-            return super().forward(self.norm(x.transpose(1, 2)).transpose(1, 2) * self.calls)
-
-    model, x = Normed(), data()
-    before = {n: b.clone() for n, b in model.named_buffers()}
-
-    def call(m):
-        for name, buffer in model.named_buffers():
-            buffer.data.copy_(before[name])
-        return m(x)
-
-    close_to_eager(model, call, assert_same_under_budgets(model, call, watch))
-    assert model.calls == 1 and not torch.equal(model.norm.running_mean, before["norm.running_mean"])
-
-
-def test_random_numbers_are_drawn_once(watch):
-    model, x = Stack(2, dropout=lambda t: t * torch.rand_like(t).round()), data()
-    sweep = assert_same_under_budgets(model, lambda m: m(x), watch)
-    close_to_eager(model, lambda m: m(x), sweep)
-    assert not any(half.again("aten::rand_like", "aten::rand") for _, half in sweep.pairs())
-
-
-def test_what_the_caller_holds_counts(watch):
-    """Large outputs beside the loss stay there while the backward runs."""
-
-    class Telling(Stack):
-        def forward(self, x):
-            kept = [self.layers[0](x).repeat(8, 1, 1), self.layers[1](x)]
-            return kept[0].sin().mean() + super().forward(kept[1]), kept[0].cos()
-
-    model, x = Telling(2), data()
-    most, least = least_of(model, lambda m: m(x), watch)
-    for bytes_ in (most, least):
-        compiled(model, bytes_)(x)
-        assert watch.halves[-1].peak() <= bytes_
 
 
 # --- What is told ----------------------------------------------------------------------------------------------------

@@ -5,25 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from _alive import Watch, count, named
+from _alive import count, named
 from _models import tiny
+from _stack import Stack, assert_same_under_budgets, data
 from fused_backend.compiler import joint, memory
 from fused_backend.compiler.budget import Request
 from fused_backend.compiler.cost import NOMINAL
 from fused_backend.compiler.memory import Step
 from fused_backend.kernels import _offload
 from fused_backend.kernels._offload import arrived, host_nbytes, offload, offloaded, reload
-from test_budget import Stack, assert_same_under_budgets, data
 from test_memory import AGAIN, KEEP, chain
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 AWAY = "offload"
-
-
-@pytest.fixture
-def watch(monkeypatch):
-    return Watch(monkeypatch)
 
 
 # --- The operators ---------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from torch import nn
         ({"max_rewrites": -1}, "max_rewrites must be an integer"),
         ({"memory_budget": "20 gigs"}, "memory_budget must be"),
         ({"memory_budget": -1}, "memory_budget must be"),
+        ({"host_budget": "much"}, "host_budget must be"),
+        ({"host_budget": True}, "host_budget must be"),
         ({"respect_checkpointing": 1}, "respect_checkpointing must be True or False"),
     ],
 )

@@ -85,8 +85,8 @@ class Joint:
         """The planner's answer, what it means for each value, and the peak of the whole graph with it.
 
         Layer by layer the peak is estimated a little higher or lower than it is over the whole. So the room that the
-        planner is given is searched for, between the least possible and the most that is of use, by halves. Of two budgets
-        the larger one turns to more room wherever the smaller one does, so that more bytes never give a slower plan.
+        planner is given is searched for, between the least possible and the most that is of use, by halves. A larger
+        budget turns to more room wherever a smaller one does, so that more bytes never give a slower plan.
 
         Raises: Infeasible.
         """

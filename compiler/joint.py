@@ -22,6 +22,7 @@ from .memory import Step, Storages, Work, calls_of, is_view, work_of
 from .planner import Infeasible, Plan, plan
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.|$)|\[(\d+)\]|\['(\d+)'\]")
+_LINK = 0.8  # of the measured bandwidth to the host: others on the machine use it too
 _ROOMS = 128  # that `Joint.plan` may look at
 
 
@@ -34,8 +35,8 @@ class Joint:
         self.device = device_of(gm)
         self.ceilings: Ceilings = ceilings(self.device)
         self.host_budget = host_budget
-        if not host_budget:
-            self.ceilings = replace(self.ceilings, host_bandwidth=None)
+        link = self.ceilings.host_bandwidth if host_budget else None
+        self.ceilings = replace(self.ceilings, host_bandwidth=link and _LINK * link)
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
         self.work, self.values = work_of(nodes, self.storages, self.ceilings)
         self.calls = calls_of(nodes, self.storages)

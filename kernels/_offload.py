@@ -6,13 +6,16 @@ Each way is two operators, so that a graph says both when a copy begins and when
     ticket = reload(host, device)    memory is taken and the copy back begins, on another stream
     x = arrived(ticket, host, device)
 
-Host memory comes from torch's caching allocator of pinned memory, which hands out powers of two.
+Host memory is kept and used again as soon as the copy that last read or wrote it has been queued: the next copy waits
+for that one on the device. (torch's own allocator of pinned memory asks whether it has ended, and takes more memory
+where the host runs ahead.)
 On a CPU the same operators copy at once.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -26,11 +29,41 @@ _streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
 
 def host_nbytes(nbytes: int) -> int:
-    """Bytes of pinned memory that a tensor of `nbytes` takes."""
+    """Bytes of host memory that a tensor of `nbytes` takes: pinned memory comes in powers of two."""
     return 1 << max(nbytes - 1, 0).bit_length()
 
 
-def _copy(x: Tensor, to: Tensor, direction: str, device: torch.device) -> Tensor:
+class _Block:
+    """Host memory, and the last copy that used it."""
+
+    def __init__(self, nbytes: int, pinned: bool) -> None:
+        self.key = nbytes, pinned
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.event: torch.cuda.Event | None = None
+
+
+_free: dict[tuple[int, bool], list[_Block]] = {}
+_used: dict[int, _Block] = {}  # by address
+
+
+def _host_tensor(x: Tensor) -> Tensor:
+    """Host memory laid out as `x` is; it goes back to `_free` with the last tensor that lies in it."""
+    key = host_nbytes(max(x.numel() * x.element_size(), 1)), x.device.type == "cuda"
+    known = _free.setdefault(key, [])
+    block = known.pop() if known else _Block(*key)
+    view = block.memory.numpy()[:]  # dies with the storage that is made of it
+    weakref.finalize(view, _give_back, block).atexit = False
+    _used[block.memory.data_ptr()] = block
+    flat = torch.from_numpy(view)[: x.numel() * x.element_size()].view(x.dtype)
+    return flat.as_strided(x.size(), x.stride())
+
+
+def _give_back(block: _Block) -> None:
+    _used.pop(block.memory.data_ptr(), None)
+    _free[block.key].append(block)
+
+
+def _copy(x: Tensor, to: Tensor, direction: str, device: torch.device, block: _Block | None) -> Tensor:
     """Begin a copy; the ticket says which."""
     event = None
     if device.type == "cuda":
@@ -38,9 +71,13 @@ def _copy(x: Tensor, to: Tensor, direction: str, device: torch.device) -> Tensor
         here = torch.cuda.current_stream(device)
         stream = _streams.setdefault((direction, device), torch.cuda.Stream(device))
         stream.wait_stream(here)
+        if block is not None and block.event is not None:
+            stream.wait_event(block.event)
         with torch.cuda.stream(stream):
             to.copy_(x, non_blocking=True)
             event = stream.record_event()
+        if block is not None:
+            block.event = event
     else:
         to.copy_(x)
     number = next(_tickets)
@@ -56,8 +93,8 @@ def _wait(ticket: Tensor, device: torch.device) -> Tensor:
 
 
 def _offload(x: Tensor) -> Tensor:
-    host = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, pin_memory=x.device.type == "cuda")
-    return _copy(x, host, "out", x.device)
+    host = _host_tensor(x)
+    return _copy(x, host, "out", x.device, _used.get(host.data_ptr()))
 
 
 def _offloaded(ticket: Tensor, x: Tensor) -> Tensor:
@@ -68,7 +105,8 @@ def _reload(host: Tensor, device: torch.device) -> Tensor:
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _copy(host, torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device), "back", device)
+    x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+    return _copy(host, x, "back", device, _used.get(host.data_ptr()))
 
 
 def _arrived(ticket: Tensor, host: Tensor, device: torch.device) -> Tensor:

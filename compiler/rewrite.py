@@ -43,6 +43,7 @@ class Rewriter:
         self.max_rewrites = max_rewrites
         self.deferred: list[tuple[Node, list[Node], dict[Node, Mode]]] = []
         self.rewrites = 0
+        self.around: dict[Node, tuple[Rewriter, Node]] = {}  # in a body: input -> what is given for it
         self._pure: set[Node] = set()
         self._canonical: Canonical | None = None
 
@@ -63,6 +64,10 @@ class Rewriter:
 
     def users(self, value: Value) -> list[Node]:
         return self.canonical.users(value)
+
+    def outside(self, value: Value) -> tuple[Rewriter, Value] | None:
+        found = self.around.get(value.nodes[0]) if value.op == "input" and value.nodes else None
+        return None if found is None else (found[0], found[0].of(found[1]))
 
     # --- deciding
 
@@ -319,16 +324,19 @@ def rewrite_module(
     mode: Mode,
     decisions: list[Decision],
     max_rewrites: int | None = None,
+    around: dict[Node, tuple[Rewriter, Node]] | None = None,
 ) -> Rewriter:
     """Rewrite a Dynamo graph module in place, the bodies of its higher-order ops included."""
     rewriter = Rewriter(gm.graph, mode, decisions, max_rewrites)
+    rewriter.around = around or {}
     if any(str(getattr(n.target, "__module__", "")).startswith("torch._functorch") for n in gm.graph.nodes):
         return rewriter  # inside vmap, grad or jvp our operators would need rules of their own
     rewrite_graph(rewriter, fusions)
     # After the graph itself: a fusion may recognise an autograd.Function by its bodies, as the user wrote them.
     for name, body_mode in _bodies(rewriter):
         left = None if max_rewrites is None else max(0, max_rewrites - rewriter.rewrites)
-        inner = rewrite_module(getattr(gm, name), fusions, body_mode, decisions, left)
+        body = getattr(gm, name)
+        inner = rewrite_module(body, fusions, body_mode, decisions, left, _given(rewriter, name, body))
         rewriter.rewrites += inner.rewrites
     gm.graph.lint()
     gm.recompile()
@@ -353,6 +361,18 @@ def backup(gm: GraphModule) -> Callable[[], None]:
             module.graph = graph
 
     return restore
+
+
+def _given(rewriter: Rewriter, name: str, body: GraphModule) -> dict[Node, tuple[Rewriter, Node]]:
+    """What the one op that runs a body gives for each of its inputs; nothing where that is not plain to see."""
+    users = [user for n in rewriter.graph.find_nodes(op="get_attr") if n.target == name for user in n.users]
+    inputs = body.graph.find_nodes(op="placeholder")
+    if len(users) != 1 or len(inputs) >= len(users[0].args):
+        return {}
+    first, *given = users[0].args[len(users[0].args) - len(inputs) - 1 :]
+    if not (isinstance(first, Node) and first.op == "get_attr" and first.target == name):
+        return {}
+    return {i: (rewriter, n) for i, n in zip(inputs, given, strict=True) if isinstance(n, Node)}
 
 
 def _bodies(rewriter: Rewriter) -> list[tuple[str, Mode]]:

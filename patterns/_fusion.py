@@ -167,6 +167,10 @@ class View(Protocol):
         """Why replacing `root` by one operator would change a gradient or read overwritten memory."""
         ...
 
+    def outside(self, value: Value) -> tuple[View, Value] | None:
+        """In the body of a higher-order op: the graph around it and the Value there that an input stands for."""
+        ...
+
     def pure(self, node: Node) -> None:
         """The node has no effect but its value: it may go once nothing reads it."""
         ...

@@ -48,7 +48,7 @@ class Predicate:
 ALWAYS, NEVER = Predicate(frozenset()), Predicate(None)
 
 
-def compare(relation: str, e: sp.Expr) -> Predicate:
+def compare(relation: str, e: Any) -> Predicate:
     """e <= 0, e == 0 or e != 0, decided where the signs of its parts decide it."""
     e = sp.expand(e)
     if relation == "<=":
@@ -373,6 +373,6 @@ _RULES: dict[str, Callable[[_In, Value, Index], Element]] = {
     "le": _integers(lambda a, b: compare("<=", a - b)), "lt": _integers(lambda a, b: compare("<=", a - b + 1)),
     "eq": _integers(lambda a, b: compare("==", a - b)), "ne": _integers(lambda a, b: compare("!=", a - b)),
     "and": _and, "or": _or, "not": _not, "expand": _expand, "unsqueeze": _unsqueeze, "squeeze": _squeeze,
-    "transpose": _transpose, "reshape": _reshape, "merge_last": _reshape, "narrow": _narrow, "half": _half, "select": _select,
-    "index": _index, "cumsum": _cumsum, "diff": _diff, "tril": _triangle(1), "triu": _triangle(-1),
+    "transpose": _transpose, "reshape": _reshape, "merge_last": _reshape, "narrow": _narrow, "half": _half,
+    "select": _select, "index": _index, "cumsum": _cumsum, "diff": _diff, "tril": _triangle(1), "triu": _triangle(-1),
 }  # fmt: skip

@@ -61,11 +61,11 @@ def _bias(keep: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _call(part: _Part, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, steady: bool):
-    """The kind of kernel for a part, its tensors and its bias."""
+    """The kind of kernel for a part; its q, k, v; its bias."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # what the kernels ask for
     q, k, v = q[part.rows, :, part.queries], k[part.rows, :, part.keys], v[part.rows, :, part.keys]
     bias = _bias(keep[part.rows], q.dtype) if part.masked and keep is not None else None
-    return sdpa.kind_of(q, k, part.causal, part.masked, steady), q, k, v, bias
+    return sdpa.kind_of(q, k, part.causal, part.masked, steady), (q, k, v), bias
 
 
 def _is_whole(parts: list[_Part], B: int, S: int) -> bool:
@@ -78,8 +78,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, windows: Tens
     whole = _is_whole(parts, B, S)
     out, lse = (None, None) if whole else (_empty_out(q).zero_(), _empty_lse(q).zero_())
     for part in parts:
-        kind, *tensors, bias = _call(part, q, k, v, keep, steady and whole)
-        found, sums = sdpa.forward(kind, *tensors, part.causal, scale, bias)
+        kind, own, bias = _call(part, q, k, v, keep, steady and whole)
+        found, sums = sdpa.forward(kind, *own, part.causal, scale, bias)
         if out is None or lse is None:
             return _laid_out(found, _empty_out(q)), sums.contiguous()
         out[part.rows, :, part.queries] = found
@@ -96,10 +96,10 @@ def _backward(
     whole = _is_whole(parts, B, S)
     grads = None if whole else [torch.zeros_like(x) for x in (q, k, v)]
     for part in parts:
-        kind, *tensors, bias = _call(part, q, k, v, keep, steady and whole)
+        kind, own, bias = _call(part, q, k, v, keep, steady and whole)
         rows, queries, keys = part.rows, part.queries, part.keys
         do, o, sums = (x[rows, :, queries] for x in (dout, out, lse))
-        found = sdpa.backward(kind, do, *tensors, o, sums.contiguous(), part.causal, scale, bias)
+        found = sdpa.backward(kind, do, *own, o, sums.contiguous(), part.causal, scale, bias)
         if grads is None:
             return tuple(_laid_out(d, torch.empty_like(x)) for d, x in zip(found, (q, k, v), strict=True))
         for grad, d, at in zip(grads, found, (queries, keys, keys), strict=True):

@@ -26,7 +26,7 @@ _POSITIONS = (torch.int64, torch.int32)  # dtypes whose arithmetic is taken for 
 class Predicate:
     """All of `atoms` hold; never, if `atoms` is None. An atom ("<=" | "==" | "!=", e) compares e with 0."""
 
-    atoms: frozenset[tuple[str, sp.Expr]] | None
+    atoms: frozenset[tuple[str, Any]] | None
 
     def __and__(self, other: Predicate) -> Predicate:
         if self.atoms is None or other.atoms is None:
@@ -41,16 +41,16 @@ class Predicate:
             return None if self.atoms else NEVER
         ((relation, e),) = self.atoms
         if relation == "<=":
-            return compare("<=", 1 - e)
+            return compare("<=", sp.Integer(1) - e)
         return compare("!=" if relation == "==" else "==", e)
 
 
 ALWAYS, NEVER = Predicate(frozenset()), Predicate(None)
 
 
-def compare(relation: str, e: Any) -> Predicate:
-    """e <= 0, e == 0 or e != 0, decided where the signs of its parts decide it."""
-    e = sp.expand(e)
+def compare(relation: str, expression: Any) -> Predicate:
+    """The expression <= 0, == 0 or != 0, decided where the signs of its parts decide it."""
+    e: Any = sp.expand(expression)
     if relation == "<=":
         holds = True if e.is_nonpositive else False if e.is_positive else None
     else:

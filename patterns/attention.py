@@ -190,10 +190,11 @@ def _grouped(x: Value) -> _Grouped:
         expanded, inserted = x.args[0], x.args[0].args[0]
         source = inserted.args[0]
         B, H, S, K = (str(n) for n in source.shape) if len(source.shape) == 4 else ("",) * 4
-        repeats = expanded.shape[2] if len(expanded.shape) == 5 else None
-        as_repeated = [str(n) for n in expanded.shape] == [B, H, str(repeats), S, K]
-        known = isinstance(repeats, int) and H.isdigit() and inserted.args[1] == -3 and as_repeated
-        if known and [str(n) for n in x.shape] == [B, str(int(H) * repeats), S, K]:
+        repeats = expanded.shape[2] if len(expanded.shape) == 5 and inserted.args[1] == -3 else None
+        if not isinstance(repeats, int) or not H.isdigit():
+            return _Grouped(x, 1, ())
+        as_expanded, as_repeated = [B, H, str(repeats), S, K], [B, str(int(H) * repeats), S, K]
+        if [str(n) for n in expanded.shape] == as_expanded and [str(n) for n in x.shape] == as_repeated:
             return _Grouped(source, repeats, (x, expanded, inserted))
     return _Grouped(x, 1, ())
 

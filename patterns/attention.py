@@ -208,6 +208,9 @@ def _refuse_operator(call: Value) -> str | None:
     K = q.shape[3]
     if q.fake.device.type not in ("cpu", "cuda") or torch.version.hip:
         return f"not tried on {'ROCm' if torch.version.hip else q.fake.device.type}"
+    cuda = torch.backends.cuda
+    if not (cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled() and cuda.cudnn_sdp_enabled()):
+        return "some of torch's attention kernels are switched off"
     if not isinstance(K, int) or v.shape[3] != K:
         return f"queries have {K} channels, values {v.shape[3]}"
     if q.fake.device.type == "cuda" and (K % 8 or K > 256 or q.dtype == torch.float64):

@@ -76,12 +76,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, windows: Tens
     B, S = q.shape[0], q.shape[2]
     parts = list(_parts(windows, B, S))
     whole = _is_whole(parts, B, S)
-    out, lse = (None, None) if whole else (_empty_out(q).zero_(), _empty_lse(q).zero_())
+    out, lse = (None, None) if whole else (torch.zeros_like(q), _empty_lse(q).zero_())
     for part in parts:
         kind, own, bias = _call(part, q, k, v, keep, steady and whole)
         found, sums = sdpa.forward(kind, *own, part.causal, scale, bias)
         if out is None or lse is None:
-            return _laid_out(found, _empty_out(q)), sums.contiguous()
+            return _laid_out(found, torch.empty_like(q)), sums.contiguous()
         out[part.rows, :, part.queries] = found
         lse[part.rows, :, part.queries] = sums
     return out, lse
@@ -107,25 +107,17 @@ def _backward(
     return tuple(grads or ())
 
 
-def _empty_out(q: Tensor) -> Tensor:
-    """In the layout that torch's kernels return: on a CPU (B, S, H, K), else that of q."""
-    if q.device.type != "cpu":
-        return torch.empty_like(q)
-    B, H, S, K = q.shape
-    return q.new_empty((B, S, H, K)).transpose(1, 2)
-
-
 def _empty_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """x with the strides that the operator's shape function promised."""
+    """x with the strides promised: those of q, k and v, as of torch's kernels where these are dense."""
     return x if x.stride() == like.stride() else like.copy_(x)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, keep: Any, windows: Any, scale: float, steady: bool):
-    return _empty_out(q), _empty_lse(q)
+    return torch.empty_like(q), _empty_lse(q)
 
 
 def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any):

@@ -114,14 +114,14 @@ def interleave(x, repeats):
 
 
 def call_of(fn, inputs):
-    """Keyword arguments of torch's attention in the rewritten graph, and the shapes of k and v."""
+    """The attention of the rewritten graph: its node, and the shapes of k and v."""
     found = []
 
     def collect(gm, example_inputs):
         rewrite(gm, Options())
         for node in gm.graph.nodes:
-            if node.target is F.scaled_dot_product_attention:
-                found.append((node.kwargs, [tuple(a.meta["example_value"].shape) for a in node.args[1:3]]))
+            if node.target in (F.scaled_dot_product_attention, torch.ops.fused_backend.attention.default):
+                found.append((node, [tuple(a.meta["example_value"].shape) for a in node.args[1:3]]))
         return gm.forward
 
     torch._dynamo.reset()
@@ -133,9 +133,83 @@ def call_of(fn, inputs):
 def test_heads_are_not_repeated(repeat):
     fn = attend(CAUSAL["compare"], repeat)
     assert_fused(fn, qkv(), "attention")
-    named, shapes = call_of(fn, qkv())
-    assert named["is_causal"] and named["attn_mask"] is None and named["enable_gqa"] and named["scale"] == 0.3
-    assert shapes == [(2, 2, S, 8)] * 2
+    node, shapes = call_of(fn, qkv())
+    assert shapes == [(2, 2, S, 8)] * 2 and node.args[3:] == (None, None, 0.3, True)
+
+
+def test_where_our_operator_has_no_kernel_torchs_own_takes_the_place():
+    fn = attend(CAUSAL["compare"])
+    q, k, _ = qkv()
+    inputs = [q, k, torch.randn(2, 2, S, 16).requires_grad_()]
+    assert_fused(fn, inputs, "attention")
+    node, shapes = call_of(fn, inputs)
+    assert node.kwargs == {
+        "attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.3, "enable_gqa": True
+    }  # fmt: skip
+    assert shapes == [(2, 2, S, 8), (2, 2, S, 16)]
+
+
+def padded(q, k, v, kept):
+    p = torch.arange(S)
+    mask = (p[None, :] <= p[:, None])[None, None] & kept[:, None, None, :].bool()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def kept(of=2):
+    mask = torch.ones(of, S, dtype=torch.int64)
+    mask[0, 4:] = 0
+    return mask
+
+
+def test_padding():
+    assert_fused(padded, [*qkv(4, 4), kept()], "attention")
+    assert_refused(padded, [*qkv(4, 4), kept(of=1)], "attention", "depends on")  # one row for the whole batch
+
+
+def test_padding_where_our_operator_has_no_kernel():
+    inputs = [*qkv(4, 4)[:2], torch.randn(2, 4, S, 16).requires_grad_(), kept()]
+    assert_refused(padded, inputs, "attention", "channels")
+
+
+def test_two_paddings_are_refused():
+    def attention(q, k, v, a, b):
+        return padded(q, k, v, a.bool() & b.bool())
+
+    def apart(q, k, v, a, b):
+        p = torch.arange(S)
+        mask = (p[None, :] <= p[:, None])[None, None] & a[:, None, None, :].bool() & b[:, None, None, :].bool()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    for fn in (attention, apart):
+        assert_refused(fn, [*qkv(4, 4), kept(), kept()], "attention", "depends on")
+
+
+def test_padding_of_queries_is_refused():
+    def attention(q, k, v, kept):
+        p = torch.arange(S)
+        mask = (p[None, :] <= p[:, None])[None, None] & kept[:, None, :, None].bool()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    assert_refused(attention, [*qkv(4, 4), kept()], "attention", "depends on")
+
+
+def test_padding_that_is_written_to_is_refused():
+    def attention(q, k, v, kept):
+        out = padded(q, k, v, kept)
+        kept.add_(1)
+        return out
+
+    decisions = explain(attention, *qkv(4, 4), kept()).decisions
+    assert [d.status for d in decisions] == ["refused"] and "modified in place" in decisions[0].reason
+
+
+def test_kernels_that_are_switched_off_stay_off():
+    fn = attend(CAUSAL["compare"])
+    try:
+        torch.backends.cuda.enable_flash_sdp(False)
+        assert call_of(fn, qkv())[0].target is F.scaled_dot_product_attention
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
 
 
 def tile(x, repeats):

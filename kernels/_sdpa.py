@@ -37,7 +37,7 @@ def forward(
         return out, lse
     if kind == "cudnn":
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
-        return out, lse.view(q.shape[:3])
+        return out, lse.reshape(q.shape[:3])
     if kind == "efficient":
         k, v = _repeated(k, q), _repeated(v, q)
         out, lse = aten._scaled_dot_product_efficient_attention(
@@ -58,17 +58,17 @@ def backward(
         )
     S, T = q.shape[2], k.shape[2]
     if kind == "flash":
-        state = q.new_zeros((2,), dtype=torch.uint64)  # of the random numbers that no dropout draws
+        state = q.new_empty((2,), dtype=torch.uint64)  # of the random numbers that no dropout draws
         return aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, None, None, S, T, 0.0, causal, state, state[0], scale=scale
         )
     if kind == "cudnn":
-        state = q.new_zeros((), dtype=torch.int64)
+        state = q.new_empty((), dtype=torch.int64)
         return aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None, S, T, 0.0, causal, scale=scale
         )
     if kind == "efficient":
-        state = q.new_zeros((), dtype=torch.int64)
+        state = q.new_empty((), dtype=torch.int64)
         lse = torch.nn.functional.pad(lse, (0, -S % _ALIGNED_ROWS), value=float("inf"))
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             dout, q, _repeated(k, q), _repeated(v, q), _aligned(bias, q), out, lse, state, state, 0.0,

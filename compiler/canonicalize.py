@@ -18,10 +18,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..patterns._fusion import Hole, Value
-from .spelling import RULES, Aliased, Drawn
+from .spelling import Aliased, Drawn
+from .spelling_masks import RULES
 
 # The casts that autocast makes without showing them: these ops run in its low precision.
-_AUTOCAST_LOW = {"linear", "matmul", "mm", "bmm"}
+_AUTOCAST_LOW = {"linear", "matmul", "mm", "bmm", "scaled_dot_product_attention"}
 # ... and these in float32, where the result shows it.
 _AUTOCAST_FLOAT32 = {"pow", "rsqrt", "sqrt", "cross_entropy", "rms_norm", "mean"}
 

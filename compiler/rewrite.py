@@ -8,7 +8,8 @@ keep reading the same numbers. What can go wrong is the gradient (part of a matc
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +25,17 @@ from .layout import a_view_would_fail, same_strides
 from .match import Near, unify
 from .report import Decision, source_of, where_of
 
-# Higher-order ops whose bodies are ordinary model code. Other bodies (flex attention's, say) have rules of their own.
-_BODIES_LOOKED_INTO = {
-    "tag_activation_checkpoint", "invoke_subgraph", "wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast",
-    "autograd_function_apply", "checkpoint_wrapped",
-}  # fmt: skip
 _MAX_STEPS_TO_RESULT = 8
 _ORIGIN = ("nn_module_stack", "stack_trace", "custom")  # where in the user's program a node comes from
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The one op that runs a body: where it is, and what it gives for the body's inputs."""
+
+    rewriter: Rewriter
+    node: Node
+    given: dict[Node, Node]
 
 
 class Rewriter:
@@ -43,6 +48,8 @@ class Rewriter:
         self.max_rewrites = max_rewrites
         self.deferred: list[tuple[Node, list[Node], dict[Node, Mode]]] = []
         self.rewrites = 0
+        self.caller: Caller | None = None
+        self.brought: dict[Any, list[Node]] = {}  # what bodies have had computed here
         self._pure: set[Node] = set()
         self._canonical: Canonical | None = None
 
@@ -63,6 +70,12 @@ class Rewriter:
 
     def users(self, value: Value) -> list[Node]:
         return self.canonical.users(value)
+
+    def outside(self, value: Value) -> tuple[Rewriter, Value] | None:
+        if self.caller is None or value.op != "input" or not value.nodes:
+            return None
+        given = self.caller.given.get(value.nodes[0])
+        return None if given is None else (self.caller.rewriter, self.caller.rewriter.of(given))
 
     # --- deciding
 
@@ -113,7 +126,7 @@ class Rewriter:
     def replace(self, fusion: str, roots: list[Value], emit: Callable[[Emitter], list[Node]]) -> str | None:
         if self.max_rewrites is not None and self.rewrites >= self.max_rewrites:
             return f"option max_rewrites={self.max_rewrites} is used up"
-        writer = _Writer(self, roots)
+        writer = _Writer(self, max(root.nodes[0] for root in roots), roots)
         try:
             results = emit(writer)
             reason = writer.misfit(results) or writer.settle(results)
@@ -140,6 +153,26 @@ class Rewriter:
             if self.canonical.of_node.get(node) is output:
                 self.deferred.append((node, nodes, self.canonical.mode))
 
+    @property
+    def around(self) -> Rewriter | None:
+        takes_any_number = self.caller and getattr(self.caller.node.target, "_name", "") == "tag_activation_checkpoint"
+        return self.caller.rewriter if self.caller and takes_any_number else None
+
+    def bring_in(self, key: Any, emit: Callable[[Emitter], list[Node]]) -> list[Node]:
+        assert self.caller is not None
+        outer, op = self.caller.rewriter, self.caller.node
+        if key not in outer.brought:
+            outer.brought[key] = emit(_Writer(outer, op))
+        inputs = []
+        for node in outer.brought[key]:
+            last = self.graph.find_nodes(op="placeholder")[-1]
+            with self.graph.inserting_after(last):
+                inputs.append(self.graph.placeholder(node.name))
+            inputs[-1].meta["example_value"] = node.meta["example_value"]
+            self.canonical.mode[inputs[-1]] = self.mode
+            op.args = (*op.args, node)
+        return inputs
+
     def pure(self, node: Node) -> None:
         self._pure.add(node)
 
@@ -161,11 +194,11 @@ class Rewriter:
 class _Writer:
     """Writes the nodes of one rewrite, then moves them to where their inputs are ready and their users are not yet."""
 
-    def __init__(self, rewriter: Rewriter, roots: list[Value]):
+    def __init__(self, rewriter: Rewriter, at: Node, roots: Sequence[Value] = ()):
         self.rewriter = rewriter
         self.roots = roots
         self.emitted: dict[Node, None] = {}
-        self.at = max(root.nodes[0] for root in roots)
+        self.at = at
 
     def node(self, value: Value) -> Node:
         if value.nodes:
@@ -310,31 +343,6 @@ def _nearest_miss(rewriter: Rewriter, fusion: Fusion, site: Value) -> str:
     return near.reason() if near.matched else "no known form has this shape"
 
 
-# --- modules and the bodies of higher-order ops --------------------------------------------------------------------
-
-
-def rewrite_module(
-    gm: GraphModule,
-    fusions: list[Fusion],
-    mode: Mode,
-    decisions: list[Decision],
-    max_rewrites: int | None = None,
-) -> Rewriter:
-    """Rewrite a Dynamo graph module in place, the bodies of its higher-order ops included."""
-    rewriter = Rewriter(gm.graph, mode, decisions, max_rewrites)
-    if any(str(getattr(n.target, "__module__", "")).startswith("torch._functorch") for n in gm.graph.nodes):
-        return rewriter  # inside vmap, grad or jvp our operators would need rules of their own
-    rewrite_graph(rewriter, fusions)
-    # After the graph itself: a fusion may recognise an autograd.Function by its bodies, as the user wrote them.
-    for name, body_mode in _bodies(rewriter):
-        left = None if max_rewrites is None else max(0, max_rewrites - rewriter.rewrites)
-        inner = rewrite_module(getattr(gm, name), fusions, body_mode, decisions, left)
-        rewriter.rewrites += inner.rewrites
-    gm.graph.lint()
-    gm.recompile()
-    return rewriter
-
-
 def backup(gm: GraphModule) -> Callable[[], None]:
     """Copies the graph and those of its bodies; the function returned puts the copies back."""
     saved: list[tuple[GraphModule, Graph]] = []
@@ -353,19 +361,3 @@ def backup(gm: GraphModule) -> Callable[[], None]:
             module.graph = graph
 
     return restore
-
-
-def _bodies(rewriter: Rewriter) -> list[tuple[str, Mode]]:
-    """Attribute names of the sub-graphs to look into, with the modes they run in."""
-    found: dict[str, Mode] = {}
-    for node in rewriter.graph.nodes:
-        name = getattr(node.target, "_name", None) or getattr(node.target, "__name__", "")
-        if node.op != "call_function" or name not in _BODIES_LOOKED_INTO:
-            continue
-        mode = rewriter.canonical.mode[node]
-        if name == "autograd_function_apply":
-            mode = Mode(False, mode.autocast)
-        for arg in node.args:
-            if isinstance(arg, Node) and arg.op == "get_attr" and str(arg.target) not in found:
-                found[str(arg.target)] = mode
-    return list(found.items())

@@ -167,6 +167,19 @@ class View(Protocol):
         """Why replacing `root` by one operator would change a gradient or read overwritten memory."""
         ...
 
+    def outside(self, value: Value) -> tuple[View, Value] | None:
+        """In the body of a higher-order op: the graph around it and the Value there that an input stands for."""
+        ...
+
+    @property
+    def around(self) -> View | None:
+        """The graph around a body whose op can be given further operands."""
+        ...
+
+    def bring_in(self, key: Any, emit: Callable[[Emitter], list[Node]]) -> list[Node]:
+        """In a body: compute values in the graph `around` it, once for a key; they become inputs of the body."""
+        ...
+
     def pure(self, node: Node) -> None:
         """The node has no effect but its value: it may go once nothing reads it."""
         ...

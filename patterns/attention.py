@@ -1,0 +1,256 @@
+"""Attention under a mask that is causal, or causal and padded: the mask goes, and grouped heads are not repeated.
+
+Hugging Face hands scaled_dot_product_attention an explicit boolean mask wherever tracing keeps it from looking at
+values, and keys and values repeated to the number of query heads with it. A mask keeps attention from the kernels
+that skip half of the work. What the mask says is read off the graph that builds it (`_predicate.py`): where it is
+key <= query, nothing of it is left; where it is that and a (batch, key) tensor of what is kept, the operator gets this.
+
+Shapes: B batch, H query heads, S sequence, K head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import sympy as sp
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..kernels import attention as kernels
+from ._fusion import Emitter, Fusion, Value, View, static_bytes
+from ._predicate import Evaluator, Predicate, size_of
+
+NAME = "attention"
+_B, _H, _Q, _K = (sp.Symbol(name, integer=True, nonnegative=True) for name in ("batch", "head", "query", "key"))
+_CAUSAL = ("<=", _K - _Q)
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """Keys or values: `source` has a head for every `repeats` query heads; `covered` are the values in between."""
+
+    source: Value
+    repeats: int
+    covered: tuple[Value, ...]
+    cast: torch.dtype | None = None  # made after the heads were repeated
+
+
+def anchor(value: Value) -> bool:
+    """Attention that is causal or has a mask."""
+    return value.op == "attention" and (value.args[5] is not False or value.args[3] is not None)
+
+
+class _Site(NamedTuple):
+    """A call of attention: its arguments, the heads of k and v that there are, and what is kept beside causality."""
+
+    call: Value
+    keys: _Grouped
+    values: _Grouped
+    kept: tuple[View, Value] | None
+
+
+def fuse_attention(view: View) -> None:
+    """Every call of torch's attention that is causal or has a mask."""
+    masks = _Masks(view)
+    for call in list(view.values):
+        if anchor(call) and call.nodes:
+            reason = _fuse(view, call, masks)
+            if reason is not None:
+                view.refused(NAME, call, reason)
+
+
+def _fuse(view: View, call: Value, masks: _Masks) -> str | None:
+    q, k, v, mask = call.args[:4]
+    kept = _refuse_call(call) or (masks.read(q, k, mask) if mask is not None else None)
+    if isinstance(kept, str):
+        return kept
+    keys, values = _grouped(k), _grouped(v)
+    if keys.repeats != values.repeats:
+        keys, values = _Grouped(k, 1, ()), _Grouped(v, 1, ())
+    site = _Site(call, keys, values, kept)
+    reason = (_refuse_kept(view, site) if kept else None) or view.unsafe(call, [call, *keys.covered, *values.covered])
+    reason = reason or view.replace(NAME, [call], lambda emit: [_emit(view, site, masks, emit)])
+    if reason is None:
+        saved = static_bytes([q, keys.source, values.source, call]) if call.requires_grad else 0
+        form = "padding read once per step" if kept else "causal mask folded" if mask is not None else "causal"
+        view.fused(NAME, call, saved, form)
+    return reason
+
+
+def _refuse_call(site: Value) -> str | None:
+    q, k, v, mask, dropout, is_causal, scale, grouped = site.args
+    if not all(isinstance(x, Value) and len(x.shape) == 4 for x in (q, k, v)):
+        return "q, k and v are not (batch, heads, sequence, channels)"
+    if dropout != 0:
+        return "attention has dropout, which draws other numbers under other kernels"
+    if not isinstance(is_causal, bool) or not isinstance(grouped, bool) or isinstance(scale, Value):
+        return "an argument is not known at compile time"
+    if mask is not None and is_causal:
+        return "both a mask and is_causal are given"
+    if not (q.dtype == k.dtype == v.dtype == site.dtype):
+        return f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}"
+    if str(q.shape[2]) != str(k.shape[2]):
+        return f"there are {q.shape[2]} queries and {k.shape[2]} keys"
+    return None
+
+
+# --- what the mask says --------------------------------------------------------------------------------------------
+
+
+class _Masks:
+    """What the masks of one graph say; each is read once."""
+
+    def __init__(self, view: View) -> None:
+        self.evaluator = Evaluator(view)
+        self.windows: dict[int, list[Node]] = {}  # of what is kept: as booleans, as windows
+
+    def read(self, q: Value, k: Value, mask: Any) -> tuple[View, Value] | str | None:
+        """None for exactly key <= query; the (batch, key) tensor that is not 0 where a key is kept; why neither."""
+        if not isinstance(mask, Value) or len(mask.shape) > 4:
+            return "the mask is not a tensor of four dimensions"
+        if mask.dtype != torch.bool:
+            return f"the mask is added to the scores ({mask.dtype}), it is not a condition"
+        index = tuple(
+            sp.Integer(0) if isinstance(n, int) and n == 1 else i
+            for i, n in zip((_B, _H, _Q, _K)[4 - len(mask.shape) :], mask.shape, strict=True)
+        )
+        found = self.evaluator.element(mask, index)
+        for view, value in self.evaluator.read:  # of other masks too: what two share was evaluated once
+            reason = view.unsafe(value, [value])
+            if reason is not None:
+                return f"the mask cannot be relied on: {reason}"
+        assert isinstance(found, Predicate)
+        if found.atoms is None:
+            return "the mask lets no query see any key"
+        rest = [atom for atom in found.atoms if atom != _CAUSAL and not _always(*atom, q, k)]
+        kept = {atom: source for atom in rest if (source := self._kept(*atom, q, k)) is not None}
+        first = next(iter(kept), None)
+        reason = self._refuse(found, [atom for atom in rest if atom != first], k)
+        return reason or (None if first is None else kept[first])
+
+    def _kept(self, relation: str, e: sp.Expr, q: Value, k: Value) -> tuple[View, Value] | None:
+        """The tensor, when the condition is that its element (batch, key) is not 0."""
+        if relation != "!=" or str(e.func) not in self.evaluator.unknown:
+            return None
+        view, tensor = self.evaluator.unknown[str(e.func)]
+        of_batch = _B if str(q.shape[0]) != "1" else sp.Integer(0)
+        whole = [str(n) for n in tensor.shape] == [str(q.shape[0]), str(k.shape[2])]
+        return (view, tensor) if whole and e.args == (of_batch, _K) else None
+
+    def _refuse(self, found: Predicate, rest: list[tuple[str, sp.Expr]], k: Value) -> str | None:
+        for _, e in rest:
+            if e.atoms(sp.Function):
+                names = {str(f.func) for _, e in rest for f in e.atoms(sp.Function)} & set(self.evaluator.unknown)
+                sources = " and ".join(str(self.evaluator.unknown[name][1]) for name in sorted(names))
+                return f"who sees whom depends on {sources or 'a rounded position'}"
+        if _CAUSAL not in (found.atoms or ()):
+            conditions = " and ".join(f"{e} {relation} 0" for relation, e in rest) or "any"
+            return f"the mask is not causal: a query sees keys where {conditions}"
+        for relation, e in rest:
+            window = _Q - _K + 1 - e
+            if relation != "<=" or not window.is_Integer:
+                return f"a query sees only keys where {e} {relation} 0"
+            if not statically_known_true(k.shape[2] <= int(window)):
+                return f"a query sees the last {window} keys of {k.shape[2]}"
+        return None
+
+
+def _always(relation: str, e: sp.Expr, q: Value, k: Value) -> bool:
+    """Does e <= 0 hold at the position where e is largest?"""
+    sizes = {_B: q.shape[0], _H: q.shape[1], _Q: q.shape[2], _K: k.shape[2]}
+    if relation != "<=":
+        return False
+    for symbol, size in sizes.items():
+        slope = sp.diff(e, symbol)
+        if slope.is_nonnegative:
+            e = e.subs(symbol, size_of(size) - 1)
+        elif slope.is_nonpositive:
+            e = e.subs(symbol, 0)
+        else:
+            return False
+    return bool(sp.expand(e).is_nonpositive)
+
+
+# --- grouped heads -------------------------------------------------------------------------------------------------
+
+
+def _grouped(x: Value) -> _Grouped:
+    """x as heads of which each was repeated, where it is that."""
+    if x.op == "convert":
+        inner = _grouped(x.args[0])
+        if inner.repeats > 1 and inner.cast is None:
+            return _Grouped(inner.source, inner.repeats, (x, *inner.covered), x.dtype)
+        return _Grouped(x, 1, ())
+    if x.op == "repeat_interleave" and x.args[2] == -3 and isinstance(x.args[1], int) and len(x.shape) == 4:
+        return _Grouped(x.args[0], x.args[1], (x,))
+    if x.op == "reshape" and x.args[0].op == "expand" and x.args[0].args[0].op == "unsqueeze":
+        expanded, inserted = x.args[0], x.args[0].args[0]
+        source = inserted.args[0]
+        B, H, S, K = (str(n) for n in source.shape) if len(source.shape) == 4 else ("",) * 4
+        repeats = expanded.shape[2] if len(expanded.shape) == 5 and inserted.args[1] == -3 else None
+        if not isinstance(repeats, int) or not H.isdigit():
+            return _Grouped(x, 1, ())
+        as_expanded, as_repeated = [B, H, str(repeats), S, K], [B, str(int(H) * repeats), S, K]
+        if [str(n) for n in expanded.shape] == as_expanded and [str(n) for n in x.shape] == as_repeated:
+            return _Grouped(source, repeats, (x, expanded, inserted))
+    return _Grouped(x, 1, ())
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def _refuse_operator(call: Value) -> str | None:
+    """Why our operator cannot stand here; torch's own can."""
+    q, v = call.args[0], call.args[2]
+    K = q.shape[3]
+    if q.fake.device.type not in ("cpu", "cuda") or torch.version.hip:
+        return f"not tried on {'ROCm' if torch.version.hip else q.fake.device.type}"
+    cuda = torch.backends.cuda
+    if not (cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled() and cuda.cudnn_sdp_enabled()):
+        return "some of torch's attention kernels are switched off"
+    if not isinstance(K, int) or v.shape[3] != K:
+        return f"queries have {K} channels, values {v.shape[3]}"
+    if q.fake.device.type == "cuda" and (K % 8 or K > 256 or q.dtype == torch.float64):
+        return f"no kernel for {K} channels of {q.dtype}"
+    return None
+
+
+def _refuse_kept(view: View, site: _Site) -> str | None:
+    assert site.kept is not None
+    if site.kept[0] not in (view, view.around):
+        return "the padding is known only outside of the body that reads it"
+    return _refuse_operator(site.call)
+
+
+def _emit(view: View, site: _Site, masks: _Masks, emit: Emitter) -> Node:
+    q, scale = site.call.args[0], site.call.args[6]
+    k, v = (emit.call("to", x.source, x.cast) if x.cast else emit.node(x.source) for x in (site.keys, site.values))
+    if site.kept is None and _refuse_operator(site.call):
+        grouped = site.call.args[7] or site.keys.repeats > 1
+        return emit.call(
+            F.scaled_dot_product_attention, q, k, v,
+            attn_mask=None, dropout_p=0.0, is_causal=True, scale=scale, enable_gqa=grouped,
+        )  # fmt: skip
+    scale = float(q.shape[3] ** -0.5 if scale is None else scale)
+    steady = all(isinstance(n, int) for n in q.shape)
+    keep, windows = (None, None) if site.kept is None else _windows(view, site.kept, masks, emit)
+    return emit.item(emit.call(kernels.attention, q, k, v, keep, windows, scale, steady), 0)
+
+
+def _windows(view: View, kept: tuple[View, Value], masks: _Masks, emit: Emitter) -> list[Node]:
+    """What is kept and its windows, written once for all that read them."""
+    where, tensor = kept
+
+    def make(emit: Emitter) -> list[Node]:
+        keep = emit.node(tensor) if tensor.dtype == torch.bool else emit.call(torch.ne, tensor, 0)
+        return [keep, emit.call(kernels.kept_windows, keep)]
+
+    if id(tensor) not in masks.windows:
+        masks.windows[id(tensor)] = make(emit) if where is view else view.bring_in((NAME, id(tensor)), make)
+    return masks.windows[id(tensor)]
+
+
+FUSION = Fusion(name=NAME, anchor=anchor, passes=(fuse_attention,), priority=30)

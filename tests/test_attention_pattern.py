@@ -1,0 +1,320 @@
+"""attention: which masks are proven causal, whichever way they are built, and which are refused with a reason."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _graphs import OPTIONS, assert_fused, assert_refused, assert_right, assert_unseen
+from fused_backend.compiler import Options, explain
+from fused_backend.compiler.backend import rewrite
+
+S = 6
+
+
+def qkv(heads=4, kv_heads=2, dtype=torch.float32, length=S):
+    shapes = [(2, heads, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 8)]
+    return [torch.randn(*shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def repeat_kv(x, repeats):
+    B, H, S, K = x.shape
+    return x[:, :, None, :, :].expand(B, H, repeats, S, K).reshape(B, H * repeats, S, K)
+
+
+def attend(mask_of, repeat=repeat_kv):
+    """Attention as models write it, under the mask that `mask_of(positions)` builds."""
+
+    def attention(q, k, v):
+        k, v = repeat(k, 2), repeat(v, 2)
+        mask = mask_of(torch.arange(q.shape[2], device=q.device))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+
+    return attention
+
+
+def packed(positions):
+    """Whether tokens belong to one sequence, as Hugging Face tells it from position ids."""
+    ids = positions[None].expand(2, -1)
+    which = (torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    b = torch.arange(2)[:, None, None, None]
+    q, k = positions[None, None, :, None], positions[None, None, None, :]
+    return q.new_ones((), dtype=torch.bool) & (ids[b, k] <= ids[b, q]) & (which[b, q] == which[b, k])
+
+
+CAUSAL = {
+    "compare": lambda p: p[None, :] <= p[:, None],
+    "greater or equal": lambda p: p[:, None] >= p[None, :],
+    "strictly less than the next": lambda p: p < p[:, None] + 1,
+    "negated": lambda p: ~(p[None, :] > p[:, None]),
+    "difference": lambda p: (p.unsqueeze(0) - p.unsqueeze(1)) <= 0,
+    "both shifted": lambda p: (p + 3)[None, :] <= (p + 3)[:, None],
+    "tril": lambda p: torch.ones(S, S, dtype=torch.bool).tril(),
+    "not triu": lambda p: torch.logical_not(torch.triu(torch.ones(S, S, dtype=torch.bool), diagonal=1)),
+    "a cast of tril": lambda p: torch.full((S, S), 1).bool().tril()[None, None],
+    "four dimensions": lambda p: (p[None, None, None, :] <= p[None, None, :, None]).expand(2, -1, S, S),
+    "viewed": lambda p: (p[None, :] <= p[:, None]).view(1, 1, S, S),
+    "and what always holds": lambda p: (p[None, :] <= p[:, None]) & (p[None, :] >= 0) & (p[:, None] < S),
+    "or what never holds": lambda p: (p[None, :] <= p[:, None]) | (p[None, :] > p[:, None] + S).new_zeros(()),
+    "a wide window": lambda p: (p[None, :] <= p[:, None]) & (p[None, :] > p[:, None] - S),
+    "a slice": lambda p: torch.arange(9)[None, 1:7] <= torch.arange(9)[1:7, None],
+    "rows by position": lambda p: p[p][None, :] <= p[p[:, None]],
+    "packed, one sequence": packed,
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_mask_is_folded(name):
+    assert_fused(attend(CAUSAL[name]), qkv(), "attention")
+
+
+def later(p):
+    p = p.clone()
+    p[3] = 0
+    return p[None, :] <= p[:, None]
+
+
+OTHER = {
+    "strict": (lambda p: p[None, :] < p[:, None], "key - query + 1 <= 0"),
+    "one more": (lambda p: p[None, :] <= p[:, None] + 1, "not causal"),
+    "reversed": (lambda p: p[None, :] >= p[:, None], "-key + query <= 0"),
+    "tril of another diagonal": (lambda p: torch.ones(S, S, dtype=torch.bool).tril(1), "not causal"),
+    "everything": (lambda p: p[None, :] <= p[:, None] + S, "not causal"),
+    "nothing": (lambda p: p[None, :] > p[:, None] + S, "not causal"),
+    "a window": (lambda p: (p[None, :] <= p[:, None]) & (p[None, :] > p[:, None] - 4), "last 4 keys of 6"),
+    "a window one short": (
+        lambda p: (p[None, :] <= p[:, None]) & (p[None, :] > p[:, None] - S + 1),
+        "last 5 keys of 6",
+    ),
+    "chunks": (lambda p: (p[None, :] <= p[:, None]) & (p[None, :] // 3 == p[:, None] // 3), "depends on"),
+    "two sequences": (lambda p: packed(torch.tensor([0, 1, 2, 0, 1, 2])), "depends on"),
+    "strided": (lambda p: p[None, :] <= torch.arange(0, 2 * S, 2)[:, None], "not causal"),
+    "wrapped around": (lambda p: p[None, :] <= (p[(p - 1)] + 1)[:, None], "depends on"),
+    "or": (lambda p: (p[None, :] <= p[:, None]) | (p[None, :] == 0), "depends on"),
+    "the first token": (lambda p: (p[None, :] <= p[:, None]) & (p[None, :] == 0), "only keys where key == 0"),
+    "written to": (later, "modified in place"),
+    "float": (lambda p: torch.zeros(S, S).masked_fill(p[None, :] > p[:, None], float("-inf")), "added to the scores"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_mask_is_refused(name):
+    mask_of, reason = OTHER[name]
+    assert_refused(attend(mask_of), qkv(), "attention", reason)
+
+
+def test_a_mask_that_is_given_is_refused():
+    def attention(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    inputs = [*qkv(4, 4), torch.ones(2, 1, S, S, dtype=torch.bool).tril()]
+    assert_refused(attention, inputs, "attention", "depends on")
+
+
+def interleave(x, repeats):
+    return x.repeat_interleave(repeats, dim=1)
+
+
+def call_of(fn, inputs):
+    """The attention of the rewritten graph: its node, and the shapes of k and v."""
+    found = []
+
+    def collect(gm, example_inputs):
+        rewrite(gm, Options())
+        for node in gm.graph.nodes:
+            if node.target in (F.scaled_dot_product_attention, torch.ops.fused_backend.attention.default):
+                found.append((node, [tuple(a.meta["example_value"].shape) for a in node.args[1:3]]))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=collect)(*inputs)
+    return found[0]
+
+
+@pytest.mark.parametrize("repeat", [repeat_kv, interleave])
+def test_heads_are_not_repeated(repeat):
+    fn = attend(CAUSAL["compare"], repeat)
+    assert_fused(fn, qkv(), "attention")
+    node, shapes = call_of(fn, qkv())
+    assert shapes == [(2, 2, S, 8)] * 2 and node.args[3:] == (None, None, 0.3, True)
+
+
+def test_where_our_operator_has_no_kernel_torchs_own_takes_the_place():
+    fn = attend(CAUSAL["compare"])
+    q, k, _ = qkv()
+    inputs = [q, k, torch.randn(2, 2, S, 16).requires_grad_()]
+    assert_fused(fn, inputs, "attention")
+    node, shapes = call_of(fn, inputs)
+    assert node.kwargs == {
+        "attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.3, "enable_gqa": True
+    }  # fmt: skip
+    assert shapes == [(2, 2, S, 8), (2, 2, S, 16)]
+
+
+def padded(q, k, v, kept):
+    p = torch.arange(S)
+    mask = (p[None, :] <= p[:, None])[None, None] & kept[:, None, None, :].bool()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def kept(of=2):
+    mask = torch.ones(of, S, dtype=torch.int64)
+    mask[0, 4:] = 0
+    return mask
+
+
+def test_padding():
+    assert_fused(padded, [*qkv(4, 4), kept()], "attention")
+    assert_refused(padded, [*qkv(4, 4), kept(of=1)], "attention", "depends on")  # one row for the whole batch
+
+
+def test_padding_where_our_operator_has_no_kernel():
+    inputs = [*qkv(4, 4)[:2], torch.randn(2, 4, S, 16).requires_grad_(), kept()]
+    assert_refused(padded, inputs, "attention", "channels")
+
+
+def test_two_paddings_are_refused():
+    def attention(q, k, v, a, b):
+        return padded(q, k, v, a.bool() & b.bool())
+
+    def apart(q, k, v, a, b):
+        p = torch.arange(S)
+        mask = (p[None, :] <= p[:, None])[None, None] & a[:, None, None, :].bool() & b[:, None, None, :].bool()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    for fn in (attention, apart):
+        assert_refused(fn, [*qkv(4, 4), kept(), kept()], "attention", "depends on")
+
+
+def test_padding_of_queries_is_refused():
+    def attention(q, k, v, kept):
+        p = torch.arange(S)
+        mask = (p[None, :] <= p[:, None])[None, None] & kept[:, None, :, None].bool()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    assert_refused(attention, [*qkv(4, 4), kept()], "attention", "depends on")
+
+
+def test_padding_that_is_written_to_is_refused():
+    def attention(q, k, v, kept):
+        out = padded(q, k, v, kept)
+        kept.add_(1)
+        return out
+
+    decisions = explain(attention, *qkv(4, 4), kept()).decisions
+    assert [d.status for d in decisions] == ["refused"] and "modified in place" in decisions[0].reason
+
+
+def test_kernels_that_are_switched_off_stay_off():
+    fn = attend(CAUSAL["compare"])
+    try:
+        torch.backends.cuda.enable_flash_sdp(False)
+        assert call_of(fn, qkv())[0].target is F.scaled_dot_product_attention
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+def tile(x, repeats):
+    return x.repeat(1, repeats, 1, 1)
+
+
+def expand_outside(x, repeats):
+    B, H, S, K = x.shape
+    return x[:, None].expand(B, repeats, H, S, K).reshape(B, H * repeats, S, K)
+
+
+@pytest.mark.parametrize("repeat", [tile, expand_outside])
+def test_heads_in_another_order_stay_repeated(repeat):
+    fn = attend(CAUSAL["compare"], repeat)
+    assert_fused(fn, qkv(), "attention")
+    assert call_of(fn, qkv())[1] == [(2, 4, S, 8)] * 2
+
+
+def test_only_keys_repeated():
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, repeat_kv(k, 2), v, is_causal=True)
+
+    q, k, _ = qkv()
+    assert_fused(attention, [q, k, torch.randn(2, 4, S, 8).requires_grad_()], "attention")
+
+
+def test_keys_repeated_without_gradient_are_refused():
+    def attention(q, k, v):
+        with torch.no_grad():
+            k = repeat_kv(k, 2)
+        return F.scaled_dot_product_attention(q, k, repeat_kv(v, 2), is_causal=True)
+
+    assert_refused(attention, qkv(), "attention", "without gradients")
+
+
+def test_dropout_is_refused():
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True)
+
+    decisions = explain(attention, *qkv(4, 4)).decisions
+    assert [d.status for d in decisions] == ["refused"] and "dropout" in decisions[0].reason
+
+
+def test_attention_without_a_mask_is_no_site():
+    assert_unseen(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), qkv(4, 4), "attention")
+
+
+def test_more_keys_than_queries_are_refused():
+    def attention(q, k, v):
+        mask = torch.arange(S)[None, :] <= torch.arange(S)[2:, None]
+        return F.scaled_dot_product_attention(q[:, :, 2:], k, v, mask)
+
+    assert_refused(attention, qkv(4, 4), "attention", "queries and")
+
+
+LENGTH_UNKNOWN = {
+    "compare": CAUSAL["compare"],
+    "packed, one sequence": packed,
+    "expanded": lambda p: (p[None, :] <= p[:, None])[None, None].expand(2, -1, -1, -1),
+    "tril": lambda p: torch.ones(len(p), len(p), dtype=torch.bool).tril()[None, None],
+}
+
+
+@pytest.mark.parametrize("name", LENGTH_UNKNOWN)
+def test_a_length_that_is_not_known(name):
+    fn, graphs = attend(LENGTH_UNKNOWN[name]), []
+
+    def collect(gm, example_inputs):
+        graphs.append(rewrite(gm, Options())[0].summary())
+        return gm.forward
+
+    inputs = qkv()
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 2)
+    torch.compile(fn, backend=collect)(*inputs)
+    assert graphs == ["attention 1/1"]
+    compiled = torch.compile(fn, backend="fused", options=OPTIONS, dynamic=True)
+    for length in (5, 9):
+        inputs = qkv(length=length)
+        torch.testing.assert_close(compiled(*inputs), fn(*inputs))
+
+
+def test_a_window_and_a_length_that_is_not_known():
+    def window(p):
+        return (p[None, :] <= p[:, None]) & (p[None, :] > p[:, None] - 8)
+
+    reasons = []
+
+    def collect(gm, example_inputs):
+        reasons.extend(d.reason for d in rewrite(gm, Options())[0].decisions)
+        return gm.forward
+
+    torch.compile(attend(window), backend=collect, dynamic=True)(*qkv())
+    assert len(reasons) == 1 and "last 8 keys" in reasons[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_dtypes(dtype):
+    assert_fused(attend(CAUSAL["compare"]), qkv(dtype=dtype), "attention")
+
+
+def test_under_autocast():
+    def attention(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(CAUSAL["compare"])(q, k, v)
+
+    assert explain(attention, *qkv()).counts() == {"attention": (1, 0)}
+    assert_right(attention, qkv())

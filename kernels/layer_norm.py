@@ -185,7 +185,8 @@ def _forward_reference(x, residual, w, b, eps, cast, dtype):
     _check(x, residual, w, b, cast, dtype, sizes=True)
     s = x if residual is None else (x + residual).contiguous()
     wide = s.to(statistics_dtype(x))
-    mean = wide.mean(-1).contiguous()
+    mean = wide.mean(-1)
+    mean = (mean + (wide - mean.unsqueeze(-1)).mean(-1)).contiguous()  # what the sum, made in sequence, has lost
     rstd = torch.rsqrt((wide - mean.unsqueeze(-1)).square().mean(-1) + eps).contiguous()
     y = formulas.xhat(wide, mean.unsqueeze(-1), rstd.unsqueeze(-1))
     if cast:

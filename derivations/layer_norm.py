@@ -7,7 +7,7 @@ Statement. For a row x of n numbers, scales w_i, shifts b_i (w = 1 and b = 0 whe
 
 and with cotangents dy_i and g_i = w_i dy_i the gradients are
 
-    dx_k = rstd (g_k - c1 - xhat_k c2)        c1 = mean_i g_i, c2 = mean_i g_i xhat_i
+    dx_k = rstd (d_k - mean_i d_i)            d_i = g_i - xhat_i c, c = mean_i g_i xhat_i
     dw_k = sum over rows t of dy_tk xhat_tk   db_k = sum over rows t of dy_tk
 
 Residual form: s = x + residual is both normalised and passed on, so its gradient is the sum of the norm's and of
@@ -54,24 +54,30 @@ def shifted(scaled, b):
 
 
 # What is saved, and why it is enough: x, w and two numbers per row, mean and rstd. xhat is made again from them; the
-# row statistics c1 and c2 need the cotangent, so only the backward can know them. Neither y nor b is needed.
+# row statistics need the cotangent, so only the backward can know them. Neither y nor b is needed.
 
 
 # dx. y_k depends on x_k directly, every y_i through the mean, where d mean / d x_k = 1 / n, and every y_i through
 # rstd, where d rstd / d x_k = -rstd^2 xhat_k / n: the mean's own share of it is a sum of x_j - mean, which is 0.
+# The mean of d is that of g, for xhat has none. What rounding leaves in xhat's is taken off with it: where |mean| is
+# many times the deviation, that is most of the error.
 
 
 def g(dy, w):
     return dy * w
 
 
-def dx(g, xhat, rstd, c1, c2):
-    return rstd * (g - c1 - xhat * c2)
-
-
-def c2_term(g, xhat):
-    """One column's share of n c2; that of n c1 is g itself."""
+def c_term(g, xhat):
+    """One column's share of n c."""
     return g * xhat
+
+
+def d(g, xhat, c):
+    return g - xhat * c
+
+
+def dx(d, mean_d, rstd):
+    return (d - mean_d) * rstd
 
 
 # dw, db. y_tk is linear in w_k and b_k in every row t, with slopes xhat_tk and 1; other columns do not see them.
@@ -106,10 +112,10 @@ def _y(row: Any, col: Any) -> Any:
 
 def _dx(row: Any) -> Any:
     """The claimed dx_k for a row."""
-    mean, rstd = _mean(row), _rstd(row)
-    c1 = sp.Sum(g(dy[i], w[i]), (i, 0, n - 1)) / n
-    c2 = sp.Sum(c2_term(g(dy[i], w[i]), xhat(row(i), mean, rstd)), (i, 0, n - 1)) / n
-    return dx(g(dy[k], w[k]), xhat(row(k), mean, rstd), rstd, c1, c2)
+    at = lambda col: xhat(row(col), _mean(row), _rstd(row))  # noqa: E731
+    c = sp.Sum(c_term(g(dy[i], w[i]), at(i)), (i, 0, n - 1)) / n
+    along = lambda col: d(g(dy[col], w[col]), at(col), c)  # noqa: E731
+    return dx(along(k), sp.Sum(along(i), (i, 0, n - 1)) / n, _rstd(row))
 
 
 def _claim_dx() -> tuple[Any, Any]:

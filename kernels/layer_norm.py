@@ -34,7 +34,7 @@ from ._rows import (
 )
 
 _xhat, _scaled, _shifted = inline(formulas.xhat), inline(formulas.scaled), inline(formulas.shifted)
-_g, _dx, _c2_term = inline(formulas.g), inline(formulas.dx), inline(formulas.c2_term)
+_g, _c_term, _d, _dx = inline(formulas.g), inline(formulas.c_term), inline(formulas.d), inline(formulas.dx)
 _dw_term, _d_residual = inline(formulas.dw_term), inline(formulas.d_residual)
 
 
@@ -119,11 +119,10 @@ def layer_norm_bwd_kernel(
             dw += _dw_term(dy, weighted)
         if NEED_DB:
             db += dy
-        # Columns beyond D add nothing to the sums: dy is 0 there.
-        g = _g(dy, w)
-        c1 = tl.sum(g, axis=1, keep_dims=True) / D
-        c2 = tl.sum(_c2_term(g, xhat), axis=1, keep_dims=True) / D
-        dx = _dx(g, xhat, rstd, c1, c2)
+        g = _g(dy, w)  # 0 in columns beyond D
+        c = tl.sum(_c_term(g, xhat), axis=1, keep_dims=True) / D
+        d = tl.where(col < D, _d(g, xhat, c), 0.0)
+        dx = _dx(d, tl.sum(d, axis=1, keep_dims=True) / D, rstd)
         if RESIDUAL:
             dx = _d_residual(dx, ds.to(tl.float32))  # pyright: ignore
         tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask)
@@ -209,8 +208,8 @@ def _backward_reference(dy, ds, x, w, b, mean, rstd, cast, need_dw, need_db):
     if db.numel():
         db = dy.reshape(-1, x.shape[-1]).sum(0).to(db.dtype)
     g = formulas.g(dy, 1.0 if w is None else w.to(xhat.dtype))
-    c1, c2 = g.mean(-1, keepdim=True), formulas.c2_term(g, xhat).mean(-1, keepdim=True)
-    dx = formulas.dx(g, xhat, rstd, c1, c2)
+    d = formulas.d(g, xhat, formulas.c_term(g, xhat).mean(-1, keepdim=True))
+    dx = formulas.dx(d, d.mean(-1, keepdim=True), rstd)
     if ds is not None:
         dx = formulas.d_residual(dx, ds)
     return dx.to(x.dtype).contiguous(), dw, db

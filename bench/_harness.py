@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # The repository root must stay off sys.path: kernels/ would shadow Hugging Face's `kernels` package.
@@ -100,6 +100,50 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "commit": commit,
     }
+
+
+def values(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Outputs, then the gradient of every trained input."""
+    outs = fn(*inputs)
+    trained = [t for t in inputs if t.requires_grad]
+    return [o.detach() for o in outs] + list(torch.autograd.grad(outs, trained, cotangents))
+
+
+def worst_error(
+    what: str,
+    ours: Callable[..., Sequence[Any]],
+    eager: Callable[..., Sequence[Any]],
+    inputs: Sequence[Any],
+    cotangents: Sequence[Any],
+) -> float:
+    """The largest error of `ours` over 512 rows, in units of `eager`'s; raises above 1.5, the project's yardstick."""
+    cut = lambda t: t.detach() if t.ndim == 1 else t.detach()[:512]  # noqa: E731
+    few = [cut(t).clone().requires_grad_(t.requires_grad) for t in inputs]
+    exact = [cut(t).double().requires_grad_(t.requires_grad) for t in inputs]
+    cots = [cut(c) for c in cotangents]
+    truth = values(eager, exact, [c.double() for c in cots])
+
+    def errors(fn: Callable[..., Sequence[Any]]) -> list[float]:
+        got = values(fn, few, cots)
+        return [((g.double() - t).norm() / t.norm()).item() for g, t in zip(got, truth, strict=True)]
+
+    worst = max(a / b if b else float(a > 0) * 9 for a, b in zip(errors(ours), errors(eager), strict=True))
+    if worst > 1.5:
+        raise AssertionError(f"{what}: error {worst:.2f} times eager's")
+    return worst
+
+
+def autograd_times(
+    fn: Callable[..., Sequence[Any]], inputs: Sequence[Any], cotangents: Sequence[Any]
+) -> tuple[float, float]:
+    """Forward and backward of a differentiable function, in microseconds."""
+    own = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    trained = [t for t in own if t.requires_grad]
+    outs = fn(*own)
+    return (
+        time_us(lambda: fn(*own)),
+        time_us(lambda: torch.autograd.grad(outs, trained, cotangents, retain_graph=True)),
+    )
 
 
 def report(row: dict[str, Any], out: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import fused_backend.kernels.rms_norm  # noqa: F401  (registers the operators)
 import torch
 import torch.nn.functional as F
-from _harness import report_bandwidth, save, time_us
+from _harness import autograd_times, report_bandwidth, save, time_us, worst_error
 from torch import Tensor
 
 OPS = torch.ops.fused_backend
@@ -85,31 +85,6 @@ def candidates(form: str) -> dict[str, Callable[..., tuple[Tensor, ...]]]:
     return named
 
 
-def values(fn: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]):
-    """Outputs, then the gradient of every trained input."""
-    outs = fn(*inputs)
-    trained = [t for t in inputs if t.requires_grad]
-    return [o.detach() for o in outs] + list(torch.autograd.grad(outs, trained, cotangents))
-
-
-def check(form: str, inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> float:
-    """Our largest error, in units of eager's; raises above 1.5, the project's yardstick."""
-    cut = lambda t: t.detach() if t.ndim == 1 else t.detach()[:512]  # noqa: E731
-    few = [cut(t).clone().requires_grad_(t.requires_grad) for t in inputs]
-    exact = [cut(t).double().requires_grad_(t.requires_grad) for t in inputs]
-    cots = [cut(c) for c in cotangents]
-    truth = values(in_form(llama, form), exact, [c.double() for c in cots])
-
-    def error(got: Sequence[Tensor]) -> list[float]:
-        return [((g.double() - t).norm() / t.norm()).item() for g, t in zip(got, truth, strict=True)]
-
-    ours, eager = error(values(fused(form), few, cots)), error(values(in_form(llama, form), few, cots))
-    worst = max(a / b if b else float(a > 0) * 9 for a, b in zip(ours, eager, strict=True))
-    if worst > 1.5:
-        raise AssertionError(f"rms_norm {form} {tuple(inputs[0].shape)}: error {worst:.2f} times eager's")
-    return worst
-
-
 def raw_times(form: str, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], need_dw: bool) -> tuple[float, float]:
     """Forward and backward operators alone, without autograd."""
     x, w, *rest = (t.detach() for t in inputs)
@@ -133,18 +108,6 @@ def raw_times(form: str, inputs: Sequence[Tensor], cotangents: Sequence[Tensor],
     )
 
 
-def autograd_times(
-    fn: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
-) -> tuple[float, float]:
-    own = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-    trained = [t for t in own if t.requires_grad]
-    outs = fn(*own)
-    return (
-        time_us(lambda: fn(*own)),
-        time_us(lambda: torch.autograd.grad(outs, trained, cotangents, retain_graph=True)),
-    )
-
-
 def measure(T: int, D: int, form: str, need_dw: bool, rows: list[dict[str, Any]]) -> None:
     torch._dynamo.reset()
     make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
@@ -155,12 +118,12 @@ def measure(T: int, D: int, form: str, need_dw: bool, rows: list[dict[str, Any]]
     if form != "plain":
         inputs.append(make(T, D).requires_grad_())
     cotangents = [make(T, D) for _ in range(2 if form == "residual" else 1)]
-    error = check(form, inputs, cotangents)
+    case = f"{T}x{D} bf16 {form}{'' if need_dw else ' frozen w'}"
+    error = worst_error(f"rms_norm {case}", fused(form), in_form(llama, form), inputs, cotangents)
 
     times = {"fused ops": raw_times(form, inputs, cotangents, need_dw)}
     for name, fn in candidates(form).items():
         times[name] = autograd_times(fn, inputs, cotangents)
-    case = f"{T}x{D} bf16 {form}{'' if need_dw else ' frozen w'}"
     forward, backward = (arrays * T * D * 2 for arrays in ARRAYS[form])
     report_bandwidth("rms_norm", case, times, (forward, backward), error, rows)
 

@@ -1,7 +1,7 @@
 """The compiler: from a Dynamo graph to a compiled one with our operators in it.
 
-Reading order: backend.py (the pipeline, start to end), canonicalize.py, spelling.py and spelling_masks.py (one spelling
-per op), match.py (an idiom against a graph), rewrite.py (sites, checks, replacement), bodies.py (what higher-order ops
+Reading order: backend.py (the pipeline, start to end), canonicalize.py, spelling.py, spelling_masks.py and
+spelling_norms.py (one spelling per op), match.py (an idiom against a graph), rewrite.py (sites, checks, replacement), bodies.py (what higher-order ops
 run), layout.py (views that other strides would break), deferred.py (logits that compute themselves when read),
 partition.py (what is saved), then for memory budgets budget.py (what is asked and told), joint.py (a joint graph cut
 into layers, and planned), memory.py (bytes at every position), cost.py (seconds of a node), front.py and planner.py (the

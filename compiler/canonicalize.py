@@ -18,13 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..patterns._fusion import Hole, Value
-from .spelling import Aliased, Drawn
-from .spelling_masks import RULES
+from . import spelling_masks, spelling_norms  # noqa: F401  (both add to RULES)
+from .spelling import RULES, Aliased, Drawn
 
 # The casts that autocast makes without showing them: these ops run in its low precision.
 _AUTOCAST_LOW = {"linear", "matmul", "mm", "bmm", "scaled_dot_product_attention"}
 # ... and these in float32, where the result shows it.
-_AUTOCAST_FLOAT32 = {"pow", "rsqrt", "sqrt", "cross_entropy", "rms_norm", "mean"}
+_AUTOCAST_FLOAT32 = {"pow", "rsqrt", "sqrt", "cross_entropy", "rms_norm", "layer_norm", "mean"}
 
 _INPLACE_OPERATORS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.imatmul,
@@ -217,7 +217,8 @@ def _call(canonical: Canonical, node: Node, mode: Mode) -> Value:
     args = map_arg(node.args, value_of)
     kwargs = map_arg(node.kwargs, value_of)
     args = tuple(_show_hidden_cast(table, name, a, fake, mode) for a in args)  # type: ignore[union-attr]
-    return table.canonical(name, args, dict(kwargs), fake, node)  # type: ignore[arg-type]
+    kwargs = {k: _show_hidden_cast(table, name, a, fake, mode) for k, a in kwargs.items()}  # type: ignore[union-attr]
+    return table.canonical(name, args, kwargs, fake, node)
 
 
 def _overwritten(graph: Graph) -> set[int]:

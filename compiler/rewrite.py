@@ -203,6 +203,8 @@ class _Writer:
     def node(self, value: Value) -> Node:
         if value.nodes:
             return value.nodes[0]
+        if value.op != "convert":
+            raise ValueError(f"{value} is not in the graph by itself")
         source, dtype = value.args  # a cast that autocast hides
         return self.call("to", source, dtype)
 

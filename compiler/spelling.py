@@ -211,13 +211,6 @@ def _matmul(table, args, kwargs, fake):
     return "matmul", (x, w)
 
 
-@_rule("rms_norm")
-def _rms_norm(table, args, kwargs, fake):
-    names = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
-    given = names["input"], tuple(names["normalized_shape"]), names.get("weight"), names.get("eps")
-    return "rms_norm", given
-
-
 @_rule("cross_entropy")
 def _cross_entropy(table, args, kwargs, fake):
     order = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")

@@ -8,12 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ._launch import cdiv, next_power_of_2, tl, triton
+from ._launch import cdiv, next_power_of_2, sm_count, tl, triton
 
 # Elements of a tile when rows are short: 16 per thread of 8 warps, two 16-byte loads of bf16.
 TILE = 4096
+MAX_D = 65536  # a longer row would not fit one program
+
+
+def one_program_takes_a_row(x: Tensor, *others: Tensor | None) -> bool:
+    """Is there a kernel for these? Zero rows need no launch; float64 and very long rows are left to plain torch."""
+    double = any(t is not None and t.dtype == torch.float64 for t in (x, *others))
+    return x.numel() > 0 and x.shape[-1] <= MAX_D and not double
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """What is computed along a row is float32, of float64 rows float64."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def row_tile(D: int, elements: int = TILE, per_warp: int = 512) -> dict[str, int]:
@@ -21,6 +34,19 @@ def row_tile(D: int, elements: int = TILE, per_warp: int = 512) -> dict[str, int
     block = next_power_of_2(D)
     rows = min(128, max(1, elements // block))
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // per_warp))}
+
+
+def summing_tile(D: int, sums: int = 1) -> dict[str, int]:
+    """A tile for a backward that keeps `sums` gradients of (D,), its shares of sums over all rows, in registers.
+
+    Measured on an H200 for one: short rows do best in few large programs (every share costs), long ones in small.
+    """
+    return row_tile(D, 8192, 1024 // sums) if D <= 256 else row_tile(D, 2048)
+
+
+def summing_programs(tiles: int, D: int, device: torch.device) -> int:
+    """Enough programs to fill the device, few, so that their shares of the sums stay small."""
+    return min(tiles, sm_count(device) * (2 if D <= 256 else max(1, min(4, 8192 // D))))
 
 
 @triton.jit

@@ -19,12 +19,20 @@ import torch
 from torch import Tensor
 
 from ..derivations import rms_norm as formulas
-from ._launch import cdiv, inline, sm_count, tl, triton
+from ._launch import cdiv, inline, tl, triton
 from ._op import define_backward, define_op, nbytes, refuse_double_backward, remade
-from ._rows import add_partials, row_levels, row_offsets, row_tile
+from ._rows import (
+    add_partials,
+    one_program_takes_a_row,
+    row_levels,
+    row_offsets,
+    row_tile,
+    statistics_dtype,
+    summing_programs,
+    summing_tile,
+)
 
 ACTIVATIONS = ("silu", "sigmoid")
-MAX_D = 65536  # a longer row would not fit one program
 
 _y, _gated, _silu = inline(formulas.y), inline(formulas.gated), inline(formulas.silu)
 _dx, _c_term, _dw_term = inline(formulas.dx), inline(formulas.c_term), inline(formulas.dw_term)
@@ -131,12 +139,6 @@ def rms_norm_bwd_kernel(
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * D + col, partial, col < D)
 
 
-def _has_kernel(x: Tensor, *others: Tensor | None) -> bool:
-    """Zero rows need no launch; float64 and very long rows have no kernel. Plain torch computes them."""
-    double = any(t is not None and t.dtype == torch.float64 for t in (x, *others))
-    return x.numel() > 0 and x.shape[-1] <= MAX_D and not double
-
-
 # One forward and one backward serve all three operators: `form` is plain, residual, silu or sigmoid, `other` its
 # second (..., D) tensor. Each exists as kernel launch, as plain torch and as shapes alone.
 
@@ -144,7 +146,7 @@ def _has_kernel(x: Tensor, *others: Tensor | None) -> bool:
 def _forward(x, other, w, eps, offset, cast, form):
     """Returns y, s (x itself unless `form` is residual), rstd."""
     _check(x, other, w, offset, cast, form, sizes=True)
-    if not _has_kernel(x, other, w):
+    if not one_program_takes_a_row(x, other, w):
         return _forward_reference(x, other, w, eps, offset, cast, form)
     (x, other), (n1, n2), (x_strides, o_strides) = row_levels(x, other)
     y, s, rstd = _forward_fake(x, other, w, eps, offset, cast, form)
@@ -159,19 +161,16 @@ def _forward(x, other, w, eps, offset, cast, form):
 
 def _backward(dy, x, other, w, rstd, offset, cast, form, need_dw):
     """Returns dx, dw (empty unless needed), dz (None unless `form` is a gate)."""
-    if not _has_kernel(x, other, w, dy):
+    if not one_program_takes_a_row(x, other, w, dy):
         return _backward_reference(dy, x, other, w, rstd, offset, cast, form, need_dw)
     (dy, x, other), (n1, n2), (dy_strides, x_strides, o_strides) = row_levels(dy, x, other)
     dx, dw, dz = _backward_fake(dy, x, other, w, rstd, offset, cast, form, need_dw)
     need_dw = need_dw and w is not None
-    D = x.shape[-1]
-    # Measured on an H200: short rows do best in few large programs (every share of dw costs), long ones in small.
-    tile = row_tile(D, 8192, 1024) if D <= 256 else row_tile(D, 2048)
+    D, tile = x.shape[-1], summing_tile(x.shape[-1])
     T = x.numel() // D
     programs, partial = cdiv(T, tile["ROWS"]), dx
     if need_dw:
-        # Enough programs to fill the device, few, so that their shares of dw stay small.
-        programs = min(programs, sm_count(x.device) * (2 if D <= 256 else max(1, min(4, 8192 // D))))
+        programs = summing_programs(programs, D, x.device)
         partial = x.new_empty((programs, D), dtype=torch.float32)
     rms_norm_bwd_kernel[(programs,)](
         dy, *dy_strides, x, *x_strides, x if other is None else other, *o_strides,
@@ -194,7 +193,7 @@ def _activation(z, name):
 def _forward_reference(x, other, w, eps, offset, cast, form):
     _check(x, other, w, offset, cast, form, sizes=True)
     s = (x + other).contiguous() if form == "residual" else x
-    wide = s.to(_wide(x))
+    wide = s.to(statistics_dtype(x))
     rstd = torch.rsqrt((wide * wide).mean(-1) + eps).contiguous()
     y = formulas.xhat(wide, rstd.unsqueeze(-1))
     if cast:
@@ -202,18 +201,18 @@ def _forward_reference(x, other, w, eps, offset, cast, form):
     if w is not None:
         y = formulas.y(w if cast else w.to(wide.dtype) + offset, y)
     if form in ACTIVATIONS:
-        y = formulas.gated(y, _activation(other.to(_wide(other)), form)[0])
+        y = formulas.gated(y, _activation(other.to(statistics_dtype(other)), form)[0])
     return y.to(_y_dtype(x, w, cast, form)).contiguous(), s, rstd
 
 
 def _backward_reference(dy, x, other, w, rstd, offset, cast, form, need_dw):
     rstd = rstd.unsqueeze(-1)
-    xhat = formulas.xhat(x.to(_wide(x)), rstd)
+    xhat = formulas.xhat(x.to(statistics_dtype(x)), rstd)
     weighted = xhat.to(x.dtype).to(xhat.dtype) if cast else xhat
     scale = 1.0 if w is None else w.to(xhat.dtype) + offset
     dy, dw, dz = dy.to(xhat.dtype), _empty_dw(x, w, need_dw), None
     if form in ACTIVATIONS:
-        act, d_act = _activation(other.to(_wide(other)), form)
+        act, d_act = _activation(other.to(statistics_dtype(other)), form)
         dz = formulas.dz(dy, formulas.y(scale, weighted), d_act).to(other.dtype).contiguous()
         dy = formulas.d_normed(dy, act)
     if dw.numel():
@@ -229,16 +228,12 @@ def _forward_fake(x, other, w, eps, offset, cast, form):
     _check(x, other, w, offset, cast, form, sizes=False)
     y = x.new_empty(x.shape, dtype=_y_dtype(x, w, cast, form))
     s = x.new_empty(x.shape) if form == "residual" else x
-    return y, s, x.new_empty(x.shape[:-1], dtype=_wide(x))
+    return y, s, x.new_empty(x.shape[:-1], dtype=statistics_dtype(x))
 
 
 def _backward_fake(dy, x, other, w, rstd, offset, cast, form, need_dw):
     dz = other.new_empty(x.shape) if form in ACTIVATIONS else None
     return x.new_empty(x.shape), _empty_dw(x, w, need_dw), dz
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _y_dtype(x: Tensor, w: Tensor | None, cast: bool, form: str) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from ..kernels import rms_norm as kernels
 from ._fusion import Emitter, Fusion, Idiom, Match, Value, View, static_bytes
+from ._norms import average_under, is_variance, over_rows, residual_add
 
 
 def llama_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
@@ -63,13 +64,9 @@ _ONE_PLUS = {"offset": 1.0, "cast_before_weight": False}
 
 
 def anchor(value: Value) -> bool:
-    """rsqrt of a mean: a norm of some kind; or PyTorch's own."""
-    if value.op == "rms_norm":
-        return True
-    if value.op != "rsqrt" or not isinstance(value.args[0], Value):
-        return False
-    under = value.args[0]
-    return any(v.op == "mean" for v in (under, *under.inputs()))
+    """1 / sqrt of a mean that is no variance: a norm of some kind. PyTorch's own is the business of a pass."""
+    average = average_under(value)
+    return average is not None and average.op == "mean" and not is_variance(average)
 
 
 def refuse(match: Match) -> str | None:
@@ -78,8 +75,6 @@ def refuse(match: Match) -> str | None:
         return f"no kernel for {x.dtype}"
     if len(x.shape) < 2:
         return f"x has {len(x.shape)} dimension(s); at least two are needed"
-    if x.op == "sub" and any(isinstance(a, Value) and a.op == "mean" for a in x.args):
-        return "the mean is subtracted first, so this is LayerNorm"
     if w is not None:
         if len(w.shape) != 1 or str(w.shape[0]) != str(x.shape[-1]):
             return f"weight {w.shape} is not one number per channel of x {x.shape}"
@@ -90,16 +85,8 @@ def refuse(match: Match) -> str | None:
 
 def replace(match: Match, emit: Emitter) -> Node:
     x, w, means = match["x"], match.get("w"), match.idiom.means
-    swapped = _heads_first(x)
-    source = emit.call("transpose", x, -3, -2) if swapped else x
-    out = emit.call(kernels.rms_norm, source, w, float(match["eps"]), means["offset"], means["cast_before_weight"])
-    y = emit.item(out, 0)
-    return emit.call("transpose", y, -3, -2) if swapped else y
-
-
-def _heads_first(x: Value) -> bool:
-    """(B, H, S, K) as a transposed view of (B, S, H, K): normalise the view's source, whose rows lie in order."""
-    return len(x.shape) == 4 and x.op == "transpose" and x.args[1:] == (-3, -2)
+    arguments = (w, float(match["eps"]), means["offset"], means["cast_before_weight"])
+    return over_rows(x, emit, lambda rows: emit.call(kernels.rms_norm, rows, *arguments))
 
 
 # --- torch's own rms_norm: its arguments are in the call, so it needs no unification -------------------------------
@@ -172,31 +159,9 @@ def _gated(arguments: tuple):
     return lambda emit: [emit.item(emit.call(kernels.gated_rms_norm, *arguments), 0)]
 
 
-def fuse_residual_add(view: View) -> None:
-    """s = x + residual; y = rms_norm(s): one read of both, and one backward kernel that adds the gradient of s."""
-    for y in list(view.values):
-        if y.op != "item" or y.args[1] != 0 or y.args[0].op != "fused.rms_norm" or not y.nodes:
-            continue
-        s, *rest = y.args[0].args
-        if s.op != "add" or not s.nodes or not all(isinstance(a, Value) for a in s.args):
-            continue
-        a, b = s.args
-        if not (a.dtype == b.dtype == s.dtype and [str(n) for n in a.shape] == [str(n) for n in b.shape]):
-            continue
-        view.replace("rms_norm", [s, y], _added(b, a, rest))
-
-
-def _added(x: Value, residual: Value, rest: list):
-    def emit_both(emit: Emitter) -> list[Node]:
-        out = emit.call(kernels.add_rms_norm, x, residual, *rest)
-        return [emit.item(out, 1), emit.item(out, 0)]
-
-    return emit_both
-
-
 FUSION = Fusion(
     name="rms_norm",
-    anchor=lambda value: value.op != "rms_norm" and anchor(value),
+    anchor=anchor,
     idioms=(
         Idiom(gemma_rms_norm, _example, _ONE_PLUS),
         Idiom(llama_rms_norm, _example, _ROUND_FIRST),
@@ -209,6 +174,6 @@ FUSION = Fusion(
     refuse=refuse,
     replace=replace,
     saved_bytes=lambda match: static_bytes([match["x"]]),
-    passes=(fuse_torch_rms_norm, fuse_gate, fuse_residual_add),
+    passes=(fuse_torch_rms_norm, fuse_gate, residual_add("rms_norm", kernels.add_rms_norm)),
     priority=10,
 )

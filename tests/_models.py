@@ -19,9 +19,9 @@ SITES: dict[str, tuple[int, int, int, int]] = {
     "phi3": (5, 2, 2, 1),  # packed gate_up
     "olmo2": (9, 2, 2, 1),  # norms after the blocks, and over the flat q and k
     "granite": (5, 2, 2, 1),  # logits divided by a constant
-    "cohere": (0, 2, 2, 1),  # its norm is a LayerNorm; interleaved rotary
+    "cohere": (0, 2, 2, 1),  # LayerNorm, which has tests of its own; interleaved rotary
     "glm4": (9, 2, 2, 1),  # partial interleaved rotary
-    "gpt_neox": (0, 2, 0, 1),  # partial rotary
+    "gpt_neox": (0, 2, 0, 1),  # LayerNorm; partial rotary
     "smollm3": (5, 2, 2, 1),
     "mixtral": (5, 2, 2, 1),  # the gate inside the experts
 }
@@ -30,14 +30,17 @@ VOCABULARY = 128
 
 
 def tiny(family: str, **changes: Any) -> torch.nn.Module:
-    """Two layers, hidden size 64, random weights; norm weights too, so that a misplaced one shows."""
+    """Two layers, hidden size 64, random weights; norm weights too, so that a misplaced one shows.
+
+    A size of None in `changes` is left to the family.
+    """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "head_dim": 16,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    config = AutoConfig.for_model(family, **(sizes | changes))
+    config = AutoConfig.for_model(family, **{k: v for k, v in (sizes | changes).items() if v is not None})
     model = AutoModelForCausalLM.from_config(config).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

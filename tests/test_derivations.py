@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import sympy as sp
 from fused_backend import derivations
-from fused_backend.derivations import rms_norm
-from fused_backend.derivations._prove import Theorem, contract, differentiate, prove, residual
+from fused_backend.derivations import layer_norm, rms_norm
+from fused_backend.derivations._prove import Theorem, apart, contract, differentiate, prove, residual
 
 MODULES = sorted(m.name for m in pkgutil.iter_modules(derivations.__path__) if not m.name.startswith("_"))
 
@@ -54,6 +54,31 @@ def test_a_wrong_formula_is_not_proven():
         assert residual(theorem) != 0
         with pytest.raises(AssertionError, match=f"{name}.*does not hold"):
             prove(theorem)
+
+
+MUTANTS = {
+    "d": lambda g, xhat, c: g,
+    "c_term": lambda g, xhat: g,
+    "dx": lambda d, mean_d, rstd: d * rstd,
+    "dw_term": lambda dy, xhat: dy,
+    "d_residual": lambda dx, ds: dx,
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_formula_of_layer_norm_matters(name, monkeypatch):
+    monkeypatch.setattr(layer_norm, name, MUTANTS[name])
+    assert any(residual(theorem) != 0 for theorem in layer_norm.THEOREMS)
+
+
+def test_equal_sums_look_equal_and_others_do_not():
+    n, i, j = sp.Symbol("n", integer=True, positive=True), *sp.symbols("i j", integer=True, nonnegative=True)
+    v: Any = sp.IndexedBase("v")
+    total = sp.Sum(v[i], (i, 0, n - 1))
+    assert apart(sp.Sum(v[j] - total / n, (j, 0, n - 1))) == 0
+    assert apart(sp.Sum((v[j] - total / n) ** 2, (j, 0, n - 1)) - sp.Sum(v[i] ** 2, (i, 0, n - 1))) != 0
+    assert apart(sp.Sum(v[j] * total, (j, 0, n - 1)) - total**2) == 0
+    assert apart(sp.Sum(v[i + 1], (i, 0, n - 1)) - total) != 0
 
 
 def test_a_formula_true_for_one_size_only_is_not_proven():

@@ -59,11 +59,7 @@ def test_every_site_is_fused(family):
     fused = tuple(report.counts().get(name, (0, 0))[0] for name in FUSIONS)
     assert report.graph_count == 1 and report.graph_breaks == 0
     assert fused == SITES[family], str(report)
-    refused = [d for d in report.decisions if d.status == "refused"]
-    if family == "cohere":
-        assert {d.fusion for d in refused} == {"rms_norm"} and "LayerNorm" in refused[0].reason
-    else:
-        assert not refused, str(report)
+    assert not [d for d in report.decisions if d.status == "refused"], str(report)
 
 
 @pytest.mark.parametrize("family", SITES)

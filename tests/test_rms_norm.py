@@ -1,12 +1,10 @@
 """rms_norm: the operators against float64 autograd of the eager idiom, through torch and through Triton."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
 from _oracle import assert_as_accurate, exact, judge
-from conftest import HAS_GPU
+from _rows import LAYOUTS, SHAPES, any_rows, randn, running
 from fused_backend.kernels import rms_norm as kernels
 from fused_backend.kernels._op import BYTES_MOVED
 from hypothesis import HealthCheck, given, settings
@@ -16,37 +14,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 OPS = torch.ops.fused_backend
 EPS = 1e-5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = [
-    pytest.param((3, 5, 7), id="odd"),
-    # dx of one column cancels down to rounding noise, which only many rows measure.
-    pytest.param((499, 1), id="one-column"),
-    pytest.param((13,), id="one-row"),
-    pytest.param((3, 257), id="prime"),
-    pytest.param((0, 16), id="no-rows"),
-]
-
-
-@contextlib.contextmanager
-def running(implementation):
-    """The device on which the operators run through `implementation`, gradients included.
-
-    Without a GPU the Triton host functions stand in as the CPU's and their kernels run in the interpreter.
-    """
-    if implementation == "reference" or HAS_GPU:
-        yield torch.device("cpu" if implementation == "reference" else "cuda")
-        return
-    library = torch.library.Library("fused_backend", "IMPL")
-    for name in ("rms_norm", "add_rms_norm", "gated_rms_norm", "rms_norm_bwd", "gated_rms_norm_bwd"):
-        library.impl(name, getattr(kernels.TRITON, name), "CPU")
-    try:
-        yield torch.device("cpu")
-    finally:
-        library._destroy()
+OPERATORS = ("rms_norm", "add_rms_norm", "gated_rms_norm", "rms_norm_bwd", "gated_rms_norm_bwd")
 
 
 @pytest.fixture(params=["reference", "triton"])
 def where(request):
-    with running(request.param) as device:
+    with running(request.param, kernels.TRITON, OPERATORS) as device:
         yield device
 
 
@@ -101,10 +74,6 @@ def fused_add_norm(idiom):
 
 def fused_gated_norm(idiom, activation):
     return lambda x, w, z: OPS.gated_rms_norm(x, w, z, EPS, *IDIOMS[idiom], activation)[0]
-
-
-def randn(shape, dtype, device, grad=True):
-    return torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
 
 
 # Accuracy. Cotangents have the dtype of x, so that float64 and eager start from the same numbers.
@@ -167,16 +136,6 @@ def test_weight_may_be_absent(where, dtype):
 
 # Layouts.
 
-LAYOUTS = {
-    "slice of qkv": lambda t: t.new_empty(2, 5, 9, 16)[:, :, 3:6].copy_(t),
-    "heads first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "batch innermost": lambda t: t.movedim(0, 2).contiguous().movedim(2, 0),
-    "every second row": lambda t: t.new_empty(4, 10, 6, 16)[::2, ::2, ::2].copy_(t),
-    "last dimension strided": lambda t: t.new_empty(2, 5, 3, 32)[..., ::2].copy_(t),
-    "rows repeated": lambda t: t[:, :1].expand(2, 5, 3, 16),
-    "one number": lambda t: t[:1, :1, :1, :1].expand(2, 5, 3, 16),
-}
-
 
 def every_operator(x, other, w, dy):
     """All their outputs; `other` is residual, gate and ds in turn."""
@@ -218,17 +177,10 @@ FIXTURE = HealthCheck.function_scoped_fixture
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[FIXTURE])
 @given(data=st.data())
 def test_any_shape_stride_and_dtype(where, data):
-    """A permuted, sliced view of any small shape."""
     dtype = data.draw(st.sampled_from(DTYPES))
-    # Enough rows that the largest error is a property of the method, not of one number.
-    lead = [60 * data.draw(st.integers(0, 2)), *data.draw(st.lists(st.integers(1, 3), max_size=3))]
-    D, step = data.draw(st.integers(3, 70)), data.draw(st.integers(1, 2))
-    order = data.draw(st.permutations(range(len(lead))))
     idiom = data.draw(st.sampled_from([llama, gemma]))
-    base = torch.randn(*[lead[i] * step for i in order], D + 3, device=where).to(dtype)
-    base = base[tuple(slice(None, None, step) for _ in order)][..., 2 : 2 + D]
-    x = base.permute(*[order.index(d) for d in range(len(lead))], len(lead)).detach().requires_grad_()
-    residual, w = randn(x.shape, dtype, where), randn((D,), dtype, where)
+    x = any_rows(data, dtype, where)
+    residual, w = randn(x.shape, dtype, where), randn(x.shape[-1:], dtype, where)
     cotangents = [torch.randn_like(x) for _ in range(2)]
     judge(fused_add_norm(idiom), added(idiom), [x, residual, w], cotangents)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from _graphs import assert_fused, assert_refused, operators
+from _graphs import assert_fused, assert_refused, assert_unseen, operators
 
 EPS = 1e-6
 
@@ -102,17 +102,12 @@ def test_gated_norm_becomes_one_operator(act):
     assert "gated_rms_norm" in operators(gated, inputs)
 
 
-def centred(x):
-    return x - x.mean(-1, keepdim=True)
-
-
 NEAR_MISSES = {
     "wrong dim": (lambda x, w: w * (x * rstd_of(x, dim=-2)), "mean"),
     "all dims": (lambda x, w: w * (x * rstd_of(x, dim=(-2, -1))), "mean"),
     "mean of |x|": (lambda x, w: w * (x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + EPS)), "pow"),
     "cube": (lambda x, w: w * (x * torch.rsqrt((x.abs() ** 3).mean(-1, keepdim=True) + EPS)), "abs"),
     "another tensor's mean": (lambda x, w: w * (x * rstd_of(x.sin())), ""),
-    "layer norm": (lambda x, w: w * (centred(x) * rstd_of(centred(x))), "LayerNorm"),
     "keepdim false": (lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1) + EPS).unsqueeze(-1)), "unsqueeze"),
     "eps a tensor": (lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + w.sum().abs())), ""),
     "rounded between": (lambda x, w: w * (x * rstd_of(x).to(torch.bfloat16)), ""),
@@ -123,6 +118,33 @@ NEAR_MISSES = {
 def test_near_misses_are_refused(name):
     fn, reason = NEAR_MISSES[name]
     assert_refused(fn, pattern_inputs(3, 5, 8), "rms_norm", reason)
+
+
+def test_layer_norm_written_by_hand_is_no_site():
+    def layer_norm(x, w):
+        centred = x - x.mean(-1, keepdim=True)
+        return w * (centred * rstd_of(centred))
+
+    assert_unseen(layer_norm, pattern_inputs(3, 5, 8), "rms_norm")
+
+
+def test_rms_norm_of_what_was_centred_along_another_dimension_is_fused():
+    def norm(x, w):
+        x = x - x.mean(-2, keepdim=True)
+        return w * (x * rstd_of(x))
+
+    assert_fused(norm, pattern_inputs(3, 5, 8), "rms_norm")
+
+
+def test_a_sum_with_two_norms_is_kept_once():
+    def block(x, r, w):
+        s = r + x
+        return SPELLINGS["llama"](s, w) + SPELLINGS["gemma"](s, w)
+
+    x, w = pattern_inputs(3, 5, 8)
+    inputs = [x, torch.randn(3, 5, 8).requires_grad_(), w]
+    assert_fused(block, inputs, "rms_norm", 2)
+    assert {"add_rms_norm", "rms_norm"} <= set(operators(block, inputs))
 
 
 def test_a_weight_that_is_no_vector_leaves_the_weightless_norm():

@@ -62,6 +62,8 @@ def layer_norm_fwd_kernel(
         x = s.to(tl.float32)
 
     mean = tl.sum(x, axis=1, keep_dims=True) / D
+    # Once more, of what is left: a sum of many large numbers has lost digits, and `/` is good to two units only.
+    mean += tl.sum(tl.where(col < D, x - mean, 0.0), axis=1, keep_dims=True) / D
     centred = tl.where(col < D, x - mean, 0.0)
     variance = tl.sum(centred * centred, axis=1, keep_dims=True) / D
     # Rounded to nearest, as torch does; tl.rsqrt is an approximation good to two units in the last place.

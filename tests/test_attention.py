@@ -124,11 +124,17 @@ def test_windows():
 def test_rows_with_equal_windows_share_their_calls():
     windows = torch.tensor([[0, 6], [0, 6], [0, 4], [2, 6], [2, 6], [-1, -1]])
     parts = [(p.rows.start, p.rows.stop, p.queries.start, p.queries.stop, p.causal, p.masked) for p in
-             kernels._parts(windows, 6, 6)]  # fmt: skip
+             kernels._parts(windows, torch.empty(6, 1, 6, 1))]  # fmt: skip
     assert parts == [
         (0, 2, 0, 6, True, False), (2, 3, 0, 4, True, False), (2, 3, 4, 6, False, False),
         (3, 5, 2, 6, True, False), (5, 6, 0, 6, False, True),
     ]  # fmt: skip
+
+
+def test_many_short_calls_give_way_to_one_with_a_mask():
+    few, many = [[0, 4096], [0, 3000]], [[0, n] for n in range(600, 1000, 50)]
+    assert not kernels._many(few, 2 * 32 * 4096**2 * 128) and kernels._many(many, 8 * 32 * 1024**2 * 128)
+    assert not kernels._many(many, 8 * 32 * 8192**2 * 128) and not kernels._many([[0, 9]] * 8, 1)
 
 
 def test_no_padding_is_one_call_without_a_mask(monkeypatch):
@@ -139,7 +145,7 @@ def test_no_padding_is_one_call_without_a_mask(monkeypatch):
         return forward(*args)
 
     monkeypatch.setattr(sdpa, "forward", count)
-    monkeypatch.setattr(kernels, "_bias", lambda *args: pytest.fail("a mask was made"))
+    monkeypatch.setattr(kernels, "_seen", lambda *args: pytest.fail("a mask was made"))
     fused(paddings(7)["none"])(*tensors(*SHAPES["grouped"]))
     assert len(calls) == 1 and calls[0][4] is True
 
@@ -192,7 +198,10 @@ KINDS = ("flash", "cudnn", "efficient", "math")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("padding", [None, *paddings(7)])
-def test_on_a_gpu(padding, dtype):
+@pytest.mark.parametrize("call", [0, kernels._CALL])
+def test_on_a_gpu(padding, dtype, call, monkeypatch):
+    """Where calls cost nothing, windows are taken, and where they cost much, a mask."""
+    monkeypatch.setattr(kernels, "_CALL", call)
     keep = None if padding is None else paddings(200, "cuda")[padding]
     check(tensors(3, 8, 2, 200, 64, dtype=dtype, device="cuda"), keep)
 
@@ -203,7 +212,7 @@ def test_on_a_gpu(padding, dtype):
 def test_every_kind_that_torch_allows(name, causal):
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v = (t.detach() for t in tensors(2, 8, 2, 130, 64, dtype=dtype, device="cuda"))
-        if name not in sdpa._usable(q, k, causal, False):
+        if name not in sdpa._usable(q, k, causal):
             continue
         dout = torch.randn_like(q)
         out, lse = sdpa.forward(name, q, k, v, causal, 0.3)

@@ -1,0 +1,121 @@
+"""What the backend does to one family: does it train, are its numbers right, how many of its sites are fused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from _census import Sites, census
+from _training import Step, batch, exact_step, guarded, inaccurate, step
+from fused_backend.compiler import Options, Report
+from fused_backend.compiler.backend import lower, rewrite
+from fused_backend.compiler.report import where_of
+from torch._dynamo.utils import counters
+
+FUSIONS = ("rms_norm", "layer_norm", "rope", "swiglu", "linear_cross_entropy")
+DRAWS = 4
+# Without a float64 run, what the fused gradients may differ by from the compiled eager ones, relative to their size.
+_FLOAT32_ALLOWED = 2e-5
+# Where eager float32 itself is this far from float64 (a router that picks another expert), the yardstick is blind.
+_BLIND = 3e-3
+
+
+class Backend:
+    """backend="fused" with lowering="aot_eager", whose report is kept and whose errors are not caught."""
+
+    def __init__(self) -> None:
+        self.report = Report()
+        self.rotated: Counter[str] = Counter()
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        options = Options(lowering="aot_eager")
+        found, finish = rewrite(gm, options)
+        self.report.decisions += found.decisions
+        self.report.graph_count += 1
+        for module in gm.modules():
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                name = getattr(node.target, "_opname", "") if getattr(node.target, "namespace", "") else ""
+                if name in ("rope", "rope_qk"):
+                    self.rotated[where_of(node)] += 2 if name == "rope_qk" else 1
+        return finish(lower(gm, example_inputs, options, None))
+
+
+def verdict(model: torch.nn.Module, draws: int = DRAWS, plain: bool = True) -> dict[str, Any]:
+    """Facts of one family. `wrong` lists the numbers outside the yardstick; an `..._error` is empty where all went
+    well; `sites` are [fused, refused, unseen] by fusion, `reasons` why sites were refused. `plain`: is plain
+    torch.compile tried even where ours trains?
+    """
+    torch.manual_seed(1)
+    batches = [batch() for _ in range(draws)]
+    facts: dict[str, Any] = {}
+    found, facts["census_error"] = guarded(lambda: census(model, batches[0]))
+    eager, facts["eager_error"], facts["plain_graphs"], facts["plain_breaks"] = _run(model, "eager", batches)
+    backend = Backend()
+    ours, facts["fused_error"], facts["graphs"], facts["breaks"] = _run(model, backend, batches)
+    if plain or ours is None:
+        facts["plain_error"] = _run(model, "aot_eager", batches[:1])[1]
+    if found is not None:
+        facts["sites"] = {name: _sites(found, backend, name) for name in FUSIONS}
+    reasons = Counter((d.fusion, d.reason, d.source) for d in backend.report.decisions if d.status == "refused")
+    facts["reasons"] = [[n, *reason] for reason, n in reasons.items()]
+    if ours is not None and eager is not None:
+        facts |= _numbers(model, batches, ours, eager)
+    return facts
+
+
+def _run(model: torch.nn.Module, backend: Any, batches: list[Any]) -> tuple[list[Step] | None, str, int, int]:
+    """Training steps of the compiled model, the error, and how many graphs and breaks Dynamo made."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(2)
+    compiled = torch.compile(model, backend=backend)
+    result, error = guarded(lambda: [step(compiled, inputs, logits=False) for inputs in batches])
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    torch._dynamo.reset()
+    return result, error, graphs, breaks
+
+
+def _numbers(model: torch.nn.Module, batches: list[Any], ours: list[Step], eager: list[Step]) -> dict[str, Any]:
+    """The yardstick against float64; where that cannot run or tells nothing, against the compiled eager model."""
+    truth, why_not = guarded(lambda: [exact_step(model, inputs, logits=False) for inputs in batches])
+    if truth is not None:
+        off = max(_distances(eager, truth).values())
+        if off < _BLIND:
+            return {"oracle": "float64", "wrong": inaccurate(ours, eager, truth, torch.float32)}
+        why_not = f"eager float32 is {off:.1e} from float64"
+    distances = _distances(ours, eager)
+    wrong = [f"{n}: {d:.1e} from the compiled eager model" for n, d in distances.items() if not d <= _FLOAT32_ALLOWED]
+    return {"oracle": "float32", "no_float64": why_not, "wrong": wrong}
+
+
+def _distances(ours: list[Step], eager: list[Step]) -> dict[str, float]:
+    """{name: root-mean-square difference over that of the value}; infinite where only one has a value."""
+    result: dict[str, float] = {}
+    for name in eager[0]:
+        a, b = [[s[name] for s in steps] for steps in (ours, eager)]
+        if a[0] is None or b[0] is None:
+            result[name] = 0.0 if a[0] is b[0] else float("inf")
+            continue
+        x, y = torch.stack(a).double(), torch.stack(b).double()  # type: ignore[arg-type]
+        size = y.pow(2).mean().sqrt().item()
+        result[name] = (x - y).pow(2).mean().sqrt().item() / size if size else float((x != y).any())
+    return result
+
+
+def _sites(found: Sites, backend: Backend, name: str) -> list[int]:
+    """[fused, refused, unseen] over all module paths.
+
+    What only we see counts as a site where it is fused. Where it is refused it does not: a look-alike, such as the
+    LayerNorm that was refused as an RMSNorm.
+    """
+    decisions = [d for d in backend.report.decisions if d.fusion == name]
+    fused = Counter(d.where for d in decisions if d.status == "fused") if name != "rope" else backend.rotated
+    refused = Counter(d.where for d in decisions if d.status == "refused")
+    counted = found[name]
+    if name == "linear_cross_entropy":  # the loss is in no module
+        fused, refused, counted = ({"": c.total()} for c in (fused, refused, counted))
+    missing = {path: max(0, n - fused.get(path, 0)) for path, n in counted.items()}
+    told = sum(min(n, refused.get(path, 0)) for path, n in missing.items())
+    return [sum(fused.values()), told, sum(missing.values()) - told]

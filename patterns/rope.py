@@ -43,6 +43,11 @@ def gpt_oss_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
+def deepseek_pairs_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x[..., 0::2], x[..., 1::2]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
 def glm_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + _rotate_pairs(x) * sin
 
@@ -148,6 +153,10 @@ def replace(match: Match, emit: Emitter) -> Node:
         cos, sin = (_row_per_position(match[name], heads, emit) for name in ("cos", "sin"))
     interleaved = match.idiom.means["interleaved"]
     source = emit.call("transpose", x, 1, 2) if heads == 2 else x
+    if match.idiom.means.get("parts_pairs"):
+        # Pairs lie side by side in x and half a row apart in the result: part them first, then turn halves.
+        source = emit.call("unflatten", source, -1, (x.shape[-1] // 2, 2))
+        source = emit.call("flatten", emit.call("transpose", source, -1, -2), -2)
     y = emit.call(kernels.rope, source, cos, sin, x.shape[-1], interleaved, False, dtype)
     return emit.call("transpose", y, 1, 2) if heads == 2 else y
 
@@ -243,6 +252,7 @@ def _both(q: Value, k: Value):
 
 
 _HALF, _PAIRS = {"interleaved": False}, {"interleaved": True}
+_PAIRS_TO_HALVES = _HALF | {"parts_pairs": True}
 
 FUSION = Fusion(
     name="rope",
@@ -252,6 +262,7 @@ FUSION = Fusion(
         Idiom(olmo_rotate_half, _example, _HALF),
         Idiom(llama_rotate_half, _example, _HALF),
         Idiom(gpt_oss_halves, _example_half_width, _HALF),
+        Idiom(deepseek_pairs_to_halves, _example_half_width, _PAIRS_TO_HALVES),
         Idiom(cohere_interleaved, _example, _PAIRS),
         Idiom(ernie_interleaved, _example, _PAIRS),
         Idiom(glm_interleaved, _example, _PAIRS),

@@ -44,6 +44,9 @@ HALF_WIDTH = {
     "gpt_oss": lambda x, c, s: torch.cat(
         (x.chunk(2, -1)[0] * c - x.chunk(2, -1)[1] * s, x.chunk(2, -1)[1] * c + x.chunk(2, -1)[0] * s), -1
     ),
+    "deepseek": lambda x, c, s: torch.cat(
+        [x[..., 0::2] * c - x[..., 1::2] * s, x[..., 1::2] * c + x[..., 0::2] * s], dim=-1
+    ),
     "torchtune": lambda x, c, s: torch.stack(
         [x[..., ::2] * c - x[..., 1::2] * s, x[..., 1::2] * c + x[..., ::2] * s], -1
     ).flatten(3),

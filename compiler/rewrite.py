@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
 
 from ..patterns._fusion import Emitter, Fusion, Match, Value
-from .canonicalize import Canonical, Mode, canonicalize, storage
+from .canonicalize import Canonical, Mode, canonicalize, is_transform, storage
 from .layout import a_view_would_fail, same_strides
 from .match import Near, unify
 from .report import Decision, source_of, where_of
@@ -94,19 +95,28 @@ class Rewriter:
 
     def unsafe(self, root: Value, interior: Iterable[Value]) -> str | None:
         """Why replacing `root` by one operator would change a gradient or read overwritten memory."""
+        touched: list[tuple[Node, Any]] = []
         for value in interior:
             if root.requires_grad and value.cut:
                 return f"{value.op} is computed without gradients"
             inputs = value.inputs()
             while hidden := [v for v in inputs if not v.nodes and v.inputs()]:  # what autocast makes of something
                 inputs = [v for v in inputs if v not in hidden] + [i for v in hidden for i in v.inputs()]
-            if self.overwritten(v.fake for v in (value, *inputs)):
-                return f"an input or part of it ({value.op}) is modified in place"
+            touched += [(node, v.fake) for node in value.nodes for v in (value, *inputs)]
+        if self.written_since(touched):
+            return "an input or part of it is modified in place, and not before all of it is computed"
         return None
 
-    def overwritten(self, fakes: Iterable[Any]) -> bool:
-        """Is one of these tensors, or a view of it, written to somewhere in the graph?"""
-        return any(storage(fake) in self.canonical.mutated for fake in fakes)
+    def written_since(self, touched: Iterable[tuple[Node, Any]]) -> bool:
+        """Is a tensor, or a view of it, written to after the first node that touches it?
+
+        What is written to before is as good as any other. After, an operator may have kept it for its backward.
+        """
+        for node, fake in touched:
+            writers = self.canonical.mutated.get(storage(fake))
+            if writers is not None and (not writers or any(node <= w for w in writers)):
+                return True
+        return False
 
     # --- writing
 
@@ -203,9 +213,10 @@ class _Writer:
 
     def misfit(self, results: list[Node]) -> str | None:
         """The last line of defence: the operator's result must look like what it replaces and read what it read."""
-        read = [n.meta.get("example_value") for e in self.emitted for n in e.all_input_nodes if n not in self.emitted]
-        if self.rewriter.overwritten([*read, *(root.fake for root in self.roots)]):
-            return "an input or the result is modified in place"
+        if any(storage(root.fake) in self.rewriter.canonical.mutated for root in self.roots):
+            return "the result is modified in place"
+        if self.rewriter.written_since(self._touched()):
+            return "an input is modified in place, and not before all of it is read"
         for root, result in zip(self.roots, results, strict=True):
             fake = result.meta["example_value"]
             same = len(fake.shape) == len(root.shape) and all(
@@ -222,19 +233,36 @@ class _Writer:
             return "a later view relies on the memory layout of the result"
         return None
 
+    def _inputs(self) -> set[Node]:
+        return {n for e in self.emitted for n in e.all_input_nodes if n not in self.emitted}
+
+    def _touched(self) -> list[tuple[Node, Any]]:
+        """Every node that is replaced with every tensor it reads or makes: from the roots up to what is read now."""
+        if not self.rewriter.canonical.mutated:
+            return []
+        covered, todo, inputs = set[Node](), [root.nodes[0] for root in self.roots], self._inputs()
+        while todo:
+            node = todo.pop()
+            if node not in covered and node not in inputs and node.op not in ("placeholder", "get_attr"):
+                covered.add(node)
+                todo += node.all_input_nodes
+        return [(n, i.meta.get("example_value")) for n in covered for i in (n, *n.all_input_nodes)]
+
     def settle(self, results: list[Node]) -> str | None:
         """Leave the nodes before the last root, or move them up to just after their inputs."""
         canonical = self.rewriter.canonical
-        modes = {canonical.mode[root.nodes[0]].grad for root in self.roots}
+        modes = {canonical.mode[root.nodes[0]].place for root in self.roots}
         if len(modes) > 1:
             return "its parts are computed in different grad modes"
         if all(user > self.at for user in self._live_users()):
             return None
-        last = max(n for e in self.emitted for n in e.all_input_nodes if n not in self.emitted)
+        last = max(self._inputs())
         if any(user <= last for user in self._live_users()):
             return "its inputs are not ready before its first use"
-        if {(self.rewriter.mode if last.op == "placeholder" else canonical.mode[last]).grad} != modes:
-            return "its inputs are computed in another grad mode"
+        if {(self.rewriter.mode if last.op == "placeholder" else canonical.mode[last]).place} != modes:
+            return "its inputs are computed in another grad mode, or under vmap"
+        if self.rewriter.written_since((last, n.meta.get("example_value")) for n in self._inputs()):
+            return "an input is modified in place after it is computed"
         for node in self.emitted:
             last.append(node)
             last = node
@@ -322,8 +350,8 @@ def rewrite_module(
 ) -> Rewriter:
     """Rewrite a Dynamo graph module in place, the bodies of its higher-order ops included."""
     rewriter = Rewriter(gm.graph, mode, decisions, max_rewrites)
-    if any(str(getattr(n.target, "__module__", "")).startswith("torch._functorch") for n in gm.graph.nodes):
-        return rewriter  # inside vmap, grad or jvp our operators would need rules of their own
+    if any(is_transform(n) for n in gm.graph.nodes):
+        return rewriter  # inside grad or jvp our operators would need rules of their own
     rewrite_graph(rewriter, fusions)
     # After the graph itself: a fusion may recognise an autograd.Function by its bodies, as the user wrote them.
     for name, body_mode in _bodies(rewriter):
@@ -364,7 +392,7 @@ def _bodies(rewriter: Rewriter) -> list[tuple[str, Mode]]:
             continue
         mode = rewriter.canonical.mode[node]
         if name == "autograd_function_apply":
-            mode = Mode(False, mode.autocast)
+            mode = replace(mode, grad=False)
         for arg in node.args:
             if isinstance(arg, Node) and arg.op == "get_attr" and str(arg.target) not in found:
                 found[str(arg.target)] = mode

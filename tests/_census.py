@@ -74,7 +74,7 @@ class _Tag:
     x: int = 0
     source: int = 0
     activated: bool = False
-    moment: str = ""  # "mean", "centred", "square", "centred square", "mean square", "variance"
+    moment: str = ""  # of the moments of its rows, which it is: "mean", "centred square", "root mean square", ...
 
 
 class _Watcher(TorchFunctionMode):
@@ -186,14 +186,23 @@ class _Watcher(TorchFunctionMode):
             after = "centred" if other and other.moment == "mean" else ""
         elif name == "square" or exponent == 2 or (name in ("mul", "__mul__") and _same(tensors)):
             after = "centred square" if moment == "centred" else "square"
-        elif name in ("rsqrt", "sqrt") or exponent in (-0.5, 0.5):
-            kind = {"mean square": "rms_norm", "variance": "layer_norm"}.get(moment)
-            if kind:
-                self.formulas[kind][self.path] += 1
+        elif name == "rsqrt" or exponent == -0.5:
+            self._divided_by(moment)
+        elif name == "sqrt" or exponent == 0.5:
+            after = {"mean square": "root mean square", "variance": "deviation"}.get(moment, "")
+        elif name in ("div", "__truediv__") and len(tensors) == 2:
+            divisor = self.tags.get(id(tensors[1]))
+            self._divided_by(divisor.moment if divisor else "")
         elif name in _KEEPS:
             after = moment
         if after:
             self._tag(result, replace(self.tags.get(id(result), _Tag()), moment=after))
+
+    def _divided_by(self, moment: str) -> None:
+        kinds = {"mean square": "rms_norm", "root mean square": "rms_norm"}
+        kind = (kinds | {"variance": "layer_norm", "deviation": "layer_norm"}).get(moment)
+        if kind:
+            self.formulas[kind][self.path] += 1
 
     def _tag(self, tensor: Tensor, tag: _Tag) -> None:
         self.keep.append(tensor)

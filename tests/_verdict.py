@@ -23,23 +23,36 @@ _BLIND = 3e-3
 
 
 class Backend:
-    """backend="fused" with lowering="aot_eager", whose report is kept and whose errors are not caught."""
+    """backend="fused" with lowering="aot_eager", whose report is kept and whose errors are not caught.
+
+    `fused`, `refused` count sites by (fusion, module path) each time that a graph runs: after a graph break, one graph
+    may serve several layers. Rotations count by the tensors that the operators turn.
+    """
 
     def __init__(self) -> None:
         self.report = Report()
-        self.rotated: Counter[str] = Counter()
+        self.fused: Counter[tuple[str, str]] = Counter()
+        self.refused: Counter[tuple[str, str]] = Counter()
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         options = Options(lowering="aot_eager")
         found, finish = rewrite(gm, options)
         self.report.decisions += found.decisions
         self.report.graph_count += 1
+        fused = Counter((d.fusion, d.where) for d in found.decisions if d.status == "fused" and d.fusion != "rope")
+        refused = Counter((d.fusion, d.where) for d in found.decisions if d.status == "refused")
         for module in gm.modules():
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-                name = getattr(node.target, "_opname", "") if getattr(node.target, "namespace", "") else ""
-                if name in ("rope", "rope_qk"):
-                    self.rotated[where_of(node)] += 2 if name == "rope_qk" else 1
-        return finish(lower(gm, example_inputs, options, None))
+                name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
+                fused["rope", where_of(node)] += {"rope": 1, "rope_qk": 2}.get(name, 0)
+        compiled = finish(lower(gm, example_inputs, options, None))
+
+        def run(*args: Any) -> Any:
+            self.fused.update(fused)
+            self.refused.update(refused)
+            return compiled(*args)
+
+        return run
 
 
 def verdict(model: torch.nn.Module, draws: int = DRAWS, plain: bool = True) -> dict[str, Any]:
@@ -57,7 +70,8 @@ def verdict(model: torch.nn.Module, draws: int = DRAWS, plain: bool = True) -> d
     if plain or ours is None:
         facts["plain_error"] = _run(model, "aot_eager", batches[:1])[1]
     if found is not None:
-        facts["sites"] = {name: _sites(found, backend, name) for name in FUSIONS}
+        in_one_graph = {name: facts["graphs"] == 1 and name != "linear_cross_entropy" for name in FUSIONS}
+        facts["sites"] = {name: _sites(found, backend, name, draws, one) for name, one in in_one_graph.items()}
     reasons = Counter((d.fusion, d.reason, d.source) for d in backend.report.decisions if d.status == "refused")
     facts["reasons"] = [[n, *reason] for reason, n in reasons.items()]
     if ours is not None and eager is not None:
@@ -104,18 +118,17 @@ def _distances(ours: list[Step], eager: list[Step]) -> dict[str, float]:
     return result
 
 
-def _sites(found: Sites, backend: Backend, name: str) -> list[int]:
-    """[fused, refused, unseen] over all module paths.
+def _sites(found: Sites, backend: Backend, name: str, steps: int, by_path: bool) -> list[int]:
+    """[fused, refused, unseen] of one fusion in one of `steps` training steps.
 
     What only we see counts as a site where it is fused. Where it is refused it does not: a look-alike, such as the
-    LayerNorm that was refused as an RMSNorm.
+    LayerNorm that was refused as an RMSNorm. After graph breaks Dynamo's paths begin at other modules: then, as for
+    the loss, which is in no module, only the totals are compared.
     """
-    decisions = [d for d in backend.report.decisions if d.fusion == name]
-    fused = Counter(d.where for d in decisions if d.status == "fused") if name != "rope" else backend.rotated
-    refused = Counter(d.where for d in decisions if d.status == "refused")
-    counted = found[name]
-    if name == "linear_cross_entropy":  # the loss is in no module
-        fused, refused, counted = ({"": c.total()} for c in (fused, refused, counted))
+    counts: list[dict[str, int]] = [dict(found[name])]
+    for seen in (backend.fused, backend.refused):
+        counts.append({path: n // steps for (fusion, path), n in seen.items() if fusion == name})
+    counted, fused, refused = counts if by_path else [{"": sum(c.values())} for c in counts]
     missing = {path: max(0, n - fused.get(path, 0)) for path, n in counted.items()}
     told = sum(min(n, refused.get(path, 0)) for path, n in missing.items())
     return [sum(fused.values()), told, sum(missing.values()) - told]

@@ -285,5 +285,5 @@ FUSION = Fusion(
         [match["freqs"]] if "freqs" in match.bound else [match["cos"], match["sin"]]
     ),
     passes=(fuse_partial, fuse_pairs),
-    priority=20,
+    priority=5,  # before rms_norm: the sum in a rotation is no residual of a norm that follows
 )

@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")
 
 import _families  # noqa: E402
+import _families_table  # noqa: E402
 import _harness as harness  # noqa: E402
 import _verdict  # noqa: E402
 import torch  # noqa: E402
@@ -77,38 +78,24 @@ def limited(family: str, limit_s: float, plain: bool) -> dict[str, Any]:
     return row
 
 
-def verdict_of(row: dict[str, Any]) -> str:
-    """One word, or one sentence."""
-    if "not_built" in row:
-        return f"not built: {row['not_built']}"
-    if "stopped" in row:
-        return f"stopped {row['stopped']}"
-    if row["fused_error"]:
-        return f"ours fails: {row['fused_error']}"
-    if row["eager_error"]:
-        return f"compiled eager fails: {row['eager_error']}"
-    if row["wrong"]:
-        return f"wrong: {row['wrong'][0]}"
-    if row["graphs"] != row.get("plain_graphs", [1, 0]):
-        return f"[graphs, breaks] are {row['graphs']}, without us {row['plain_graphs']}"
-    return "right"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help="only these")
     parser.add_argument("--again", action="store_true", help="also what is measured already")
     parser.add_argument("--limit-s", type=float, default=400)
-    parser.add_argument("--no-plain", action="store_true", help="plain torch.compile only where ours fails")
+    parser.add_argument("--plain", action="store_true", help="plain torch.compile also where ours trains in one graph")
     args = parser.parse_args()
     rows = {r["family"]: r for r in json.loads(PATH.read_text())["rows"]} if PATH.exists() else {}
     every = list(_families.families())
     todo = [f for f in args.families or every if args.again or args.families or f not in rows]
     warm_up()
     for i, family in enumerate(todo, 1):
-        rows[family] = limited(family, args.limit_s, not args.no_plain)
-        print(f"[{i}/{len(todo)}] {family}: {verdict_of(rows[family])} {rows[family].get('sites', '')}", flush=True)
-        harness.save("families", [rows[f] for f in every if f in rows])
+        rows[family] = limited(family, args.limit_s, args.plain)
+        print(
+            f"[{i}/{len(todo)}] {family}: {_families_table.verdict_of(rows[family])} {rows[family].get('sites', '')}",
+            flush=True,
+        )
+        harness.save("families", [rows[f] for f in every if f in rows], transformers=transformers.__version__)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,7 @@ def tiny_value(name: str) -> int | float | None:
 # A value holds where the configuration has that setting; of two names, the setting is to equal the other one.
 _UNSET = "every size that is not set as published"
 _OF_EACH_KIND = "layers of each kind"
+_LEAST = "layers at least"
 _ATTEMPTS: tuple[dict[str, Any], ...] = (
     {},
     {"head_dim": "qk_rope_head_dim"},
@@ -86,22 +87,22 @@ _ATTEMPTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def tiny_configs(config_class: type) -> Iterator[Any]:
-    """Tiny configurations to try in turn: the default one with every size made small and one layer of each kind.
+def tiny_configs(config_class: type, least_layers: int) -> Iterator[Callable[[], Any]]:
+    """Makers of tiny configurations to try in turn: the default one with every size small and one layer of each kind.
 
     Of a composite one all parts are made small; the last to be tried is its text part alone.
     """
     default = config_class()
     singles = [*_ATTEMPTS, *(a | b for a, b in itertools.combinations(_ATTEMPTS[1:], 2))]
-    for changes in singles:
+    for changes in ({_LEAST: least_layers} | single for single in singles):
         yield lambda changes=changes: config_class(**_settings(default, changes))
     text = default.get_text_config(decoder=True)
     if type(text) is not config_class:
-        yield from tiny_configs(type(text))
+        yield from tiny_configs(type(text), least_layers)
 
 
 def _settings(default: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    settings, published = _shrunk(default, changes.get(_OF_EACH_KIND, 1)), default.to_dict()
+    settings, published = _shrunk(default, changes.get(_OF_EACH_KIND, 1), changes[_LEAST]), default.to_dict()
     if _UNSET in changes:
         unset = {name: tiny_value(name) for name, value in published.items() if value is None}
         settings |= {name: value for name, value in unset.items() if value is not None}
@@ -119,11 +120,11 @@ def _settings(default: Any, changes: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _shrunk(default: Any, of_each_kind: int) -> dict[str, Any]:
+def _shrunk(default: Any, of_each_kind: int, least: int) -> dict[str, Any]:
     published = {k: v for k, v in default.to_dict().items() if k not in default.sub_configs}
     aliases = default.attribute_map
     layers = next((n for n in (published.get(k) for k in _layer_counts(published, aliases)) if n), 0)
-    kept = _layers_of_every_kind(published, layers, of_each_kind)
+    kept = _layers_of_every_kind(published, layers, of_each_kind, least)
     settings: dict[str, Any] = {}
     for name, value in published.items():
         tiny = tiny_value(name)
@@ -153,7 +154,7 @@ def _layer_counts(published: dict[str, Any], aliases: dict[str, str]) -> list[st
     return [n for n in dict.fromkeys(names) if isinstance(published.get(n), int)]
 
 
-def _layers_of_every_kind(published: dict[str, Any], layers: int, of_each: int) -> list[int]:
+def _layers_of_every_kind(published: dict[str, Any], layers: int, of_each: int, least: int) -> list[int]:
     """Indices of as few layers as show every value of every list that has one value for each layer."""
     kept: set[int] = set()
     for value in published.values():
@@ -163,7 +164,7 @@ def _layers_of_every_kind(published: dict[str, Any], layers: int, of_each: int) 
         elif _is_indices(value, layers):
             kept |= {*value[:of_each], *[i for i in range(layers) if i not in value][:of_each]}
     for index in range(layers):
-        if len(kept) >= min(2 * of_each, layers):
+        if len(kept) >= min(least * of_each, layers):
             break
         kept.add(index)
     return sorted(kept)
@@ -202,11 +203,11 @@ class Built:
     config: Any = None
 
 
-def build(family: str) -> Built:
+def build(family: str, least_layers: int = 2) -> Built:
     """The first tiny configuration that makes one training step, with random weights that show a misplaced one."""
     reasons: list[str] = []
     try:
-        for make in tiny_configs(families()[family]):
+        for make in tiny_configs(families()[family], least_layers):
             try:
                 config = make()
                 model = _train_once(config)

@@ -240,12 +240,15 @@ class _Writer:
         """Every node that is replaced with every tensor it reads or makes: from the roots up to what is read now."""
         if not self.rewriter.canonical.mutated:
             return []
-        value_of = self.rewriter.canonical.of_node
+        value_of, covered, todo = self.rewriter.canonical.of_node, set[Node](), [r.nodes[0] for r in self.roots]
         read = {id(value_of.get(n, n)) for n in self._inputs()}
-        covered, todo = set[Node](), [root.nodes[0] for root in self.roots]
         while todo:
             node = todo.pop()
-            if node not in covered and id(value_of[node]) not in read and node.op not in ("placeholder", "get_attr"):
+            if (
+                node not in covered
+                and id(value_of.get(node, node)) not in read
+                and node.op not in ("placeholder", "get_attr")
+            ):
                 covered.add(node)
                 todo += node.all_input_nodes
         return [(n, i.meta.get("example_value")) for n in covered for i in (n, *n.all_input_nodes)]

@@ -52,6 +52,11 @@ def weightless_t5_rms_norm(x: Tensor, eps: float) -> Tensor:
     return (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    h = x.to(torch.float32)
+    return (h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 def _example() -> dict[str, Tensor]:
     # Markers: a cast to bfloat16 means "to x's dtype", one to float16 "to w's dtype".
     return {"x": torch.zeros(2, 8, dtype=torch.bfloat16), "w": torch.zeros(8, dtype=torch.float16)}
@@ -59,17 +64,19 @@ def _example() -> dict[str, Tensor]:
 
 _ROUND_FIRST = {"offset": 0.0, "cast_before_weight": True}
 _ROUND_LAST = {"offset": 0.0, "cast_before_weight": False}
+_OF_SUM = _ROUND_LAST | {"of_sum": True}
 _ONE_PLUS = {"offset": 1.0, "cast_before_weight": False}
 
 
 def anchor(value: Value) -> bool:
-    """rsqrt of a mean: a norm of some kind; or PyTorch's own."""
+    """rsqrt of a mean, or of a sum of squares: a norm of some kind; or PyTorch's own."""
     if value.op == "rms_norm":
         return True
     if value.op != "rsqrt" or not isinstance(value.args[0], Value):
         return False
     under = value.args[0]
-    return any(v.op == "mean" for v in (under, *under.inputs()))
+    squares = lambda v: v.op == "sum" and v.args[0].op == "pow"  # noqa: E731
+    return any(v.op == "mean" or squares(v) for v in (under, *under.inputs()))
 
 
 def refuse(match: Match) -> str | None:
@@ -80,6 +87,8 @@ def refuse(match: Match) -> str | None:
         return f"x has {len(x.shape)} dimension(s); at least two are needed"
     if x.op == "sub" and any(isinstance(a, Value) and a.op == "mean" for a in x.args):
         return "the mean is subtracted first, so this is LayerNorm"
+    if match.idiom.means.get("of_sum") and not isinstance(x.shape[-1], int):
+        return "the number of channels is not known at compile time"
     if w is not None:
         if len(w.shape) != 1 or str(w.shape[0]) != str(x.shape[-1]):
             return f"weight {w.shape} is not one number per channel of x {x.shape}"
@@ -92,7 +101,11 @@ def replace(match: Match, emit: Emitter) -> Node:
     x, w, means = match["x"], match.get("w"), match.idiom.means
     swapped = _heads_first(x)
     source = emit.call("transpose", x, -3, -2) if swapped else x
-    out = emit.call(kernels.rms_norm, source, w, float(match["eps"]), means["offset"], means["cast_before_weight"])
+    eps = float(match["eps"])
+    if means.get("of_sum"):  # a sum is D means: rsqrt(sum + eps) = rsqrt(mean + eps / D) / sqrt(D)
+        D = x.shape[-1]
+        w, eps = emit.call("new_full", source, (D,), D**-0.5, dtype=torch.float32), eps / D
+    out = emit.call(kernels.rms_norm, source, w, eps, means["offset"], means["cast_before_weight"])
     y = emit.item(out, 0)
     return emit.call("transpose", y, -3, -2) if swapped else y
 
@@ -205,6 +218,7 @@ FUSION = Fusion(
         Idiom(olmo2_rms_norm, _example, _ROUND_LAST),
         Idiom(weightless_rms_norm, _example, _ROUND_LAST),
         Idiom(weightless_t5_rms_norm, _example, _ROUND_LAST),
+        Idiom(l2_norm, _example, _OF_SUM),
     ),
     refuse=refuse,
     replace=replace,

@@ -50,6 +50,18 @@ def test_without_weight_is_fused():
     assert_fused(lambda x: F.rms_norm(x, (8,)), pattern_inputs(3, 8)[:1], "rms_norm")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [8, 13, 64])
+def test_the_l2_norm_is_fused(channels, dtype):
+    """A sum where the others have a mean."""
+
+    def l2(x):
+        h = x.float()
+        return (h * torch.rsqrt((h * h).sum(dim=-1, keepdim=True) + EPS)).to(x.dtype)
+
+    assert_fused(l2, pattern_inputs(37, channels, dtype=dtype)[:1], "rms_norm")
+
+
 def test_module_and_mixed_dtypes_are_fused():
     norm = torch.nn.RMSNorm(8)
     assert_fused(lambda x: norm(x), pattern_inputs(3, 8)[:1], "rms_norm")
@@ -107,6 +119,8 @@ def centred(x):
 
 
 NEAR_MISSES = {
+    "a sum over rows": (lambda x, w: w * x * torch.rsqrt(x.pow(2).sum(0, keepdim=True) + EPS), ""),
+    "a sum of cubes": (lambda x, w: w * x * torch.rsqrt(x.abs().pow(3).sum(-1, keepdim=True) + EPS), "abs"),
     "wrong dim": (lambda x, w: w * (x * rstd_of(x, dim=-2)), "mean"),
     "all dims": (lambda x, w: w * (x * rstd_of(x, dim=(-2, -1))), "mean"),
     "mean of |x|": (lambda x, w: w * (x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + EPS)), "pow"),

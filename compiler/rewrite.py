@@ -113,7 +113,7 @@ class Rewriter:
         What is written to before is as good as any other. After, an operator may have kept it for its backward.
         """
         for node, fake in touched:
-            writers = self.canonical.mutated.get(storage(fake))
+            writers = self.canonical.mutated.get(storage(fake) or 0)
             if writers is not None and (not writers or any(node <= w for w in writers)):
                 return True
         return False
@@ -215,7 +215,7 @@ class _Writer:
         """The last line of defence: the operator's result must look like what it replaces and read what it read."""
         if any(storage(root.fake) in self.rewriter.canonical.mutated for root in self.roots):
             return "the result is modified in place"
-        if self.rewriter.written_since(self._touched()):
+        if self.rewriter.canonical.mutated and self.rewriter.written_since(self._touched()):
             return "an input is modified in place, and not before all of it is read"
         for root, result in zip(self.roots, results, strict=True):
             fake = result.meta["example_value"]
@@ -238,17 +238,12 @@ class _Writer:
 
     def _touched(self) -> list[tuple[Node, Any]]:
         """Every node that is replaced with every tensor it reads or makes: from the roots up to what is read now."""
-        if not self.rewriter.canonical.mutated:
-            return []
         value_of, covered, todo = self.rewriter.canonical.of_node, set[Node](), [r.nodes[0] for r in self.roots]
         read = {id(value_of.get(n, n)) for n in self._inputs()}
         while todo:
             node = todo.pop()
-            if (
-                node not in covered
-                and id(value_of.get(node, node)) not in read
-                and node.op not in ("placeholder", "get_attr")
-            ):
+            inner = node.op not in ("placeholder", "get_attr") and id(value_of.get(node, node)) not in read
+            if inner and node not in covered:
                 covered.add(node)
                 todo += node.all_input_nodes
         return [(n, i.meta.get("example_value")) for n in covered for i in (n, *n.all_input_nodes)]

@@ -57,7 +57,7 @@ def document(data: dict[str, Any]) -> str:
     lines = [
         "# Every family of AutoModelForCausalLM", "", summary(rows), "",
         f"Made by `python bench/families.py` on a CPU, torch {machine['torch']}, transformers "
-        f"{machine['transformers']}, commit {machine['commit']}; two layers or one of each kind, hidden size 64, "
+        f"{machine['transformers']}, commit {machine['commit']}; one layer of each kind, hidden size 64, "
         "float32, training mode without dropout, `lowering=\"aot_eager\"`.", "",
         "Sites are fused / refused / not seen by us; empty where the model has none. Rotations count by tensors. "
         "\"float32\": the model does not run in float64 (or routes otherwise there) and is compared with itself "

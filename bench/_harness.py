@@ -176,10 +176,13 @@ def report_bandwidth(
             report(row | ({"error_over_eager": error_over_eager} if name == "fused ops" else {}), out)
 
 
-def save(name: str, rows: list[dict[str, Any]]) -> pathlib.Path:
-    """Write the rows with the machine line to bench/results/<name>.json, or under $OUT where that is set."""
+def save(name: str, rows: list[dict[str, Any]], **versions: str) -> pathlib.Path:
+    """Write the rows with the machine line to bench/results/<name>.json, or under $OUT where that is set.
+
+    `versions` are those that matter beside the machine's.
+    """
     folder = pathlib.Path(os.environ.get("OUT", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": machine() | versions, "rows": rows}, indent=1) + "\n")
     return path

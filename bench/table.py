@@ -1,6 +1,6 @@
-"""The README's table of measurements, made from bench/results: `python bench/table.py --write`.
+"""The README's table of measurements and families.md, made from bench/results: `python bench/table.py --write`.
 
-Without --write the table is printed. A test checks that the README holds what this command makes.
+Without --write the table is printed. A test checks that both hold what this command makes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import json
 import pathlib
 from typing import Any
 
+import _families_table
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+FAMILIES = RESULTS / "families.md"
 BEGIN, END = "<!-- made by bench/table.py -->", "<!-- end -->"
 
 # Which rows of each result file the README shows; the files hold many more.
@@ -158,16 +161,22 @@ def adapted_layers() -> list[str]:
 
 def table() -> str:
     machine = load("model")["machine"]
-    commits = {load(path.stem)["machine"]["commit"] for path in RESULTS.glob("*.json")}
+    on_gpu = [path.stem for path in RESULTS.glob("*.json") if path.stem != "families"]
+    commits = {load(name)["machine"]["commit"] for name in on_gpu}
     where = (
         f"One {machine['device']}, torch {machine['torch']}, triton {machine['triton']}, commits "
         f'{", ".join(sorted(commits))} ("not measured": the run was stopped at its time limit)'
     )
     text = [
         f"{where}; repeat with `python bench/on_gpu.py`, all rows in [bench/results](bench/results).",
-        "", *steps(), "", *budgets(), "", *adapted_layers(), "", *two_layers(), "", *heads(), "", *memory_bound(),
+        "", *steps(), "", *budgets(), "", *adapted_layers(), "", *two_layers(), "", *heads(), "", *memory_bound(), "",
+        f"{_families_table.summary(load('families')['rows'])} All of them: [families.md](bench/results/families.md).",
     ]  # fmt: skip
     return "\n".join(text)
+
+
+def families() -> str:
+    return _families_table.document(load("families"))
 
 
 def main() -> None:
@@ -178,6 +187,7 @@ def main() -> None:
         return
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(BEGIN)
+    FAMILIES.write_text(families() + "\n")
     readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import GraphModule, Node
 
 from ..patterns._fusion import Fusion
-from .canonicalize import Mode
+from .canonicalize import Mode, is_transform
 from .report import Decision
 from .rewrite import Caller, Rewriter, rewrite_graph
 
@@ -27,8 +29,8 @@ def rewrite_module(
     """Rewrite a Dynamo graph module in place, the bodies of its higher-order ops included."""
     rewriter = Rewriter(gm.graph, mode, decisions, max_rewrites)
     rewriter.caller = caller
-    if any(str(getattr(n.target, "__module__", "")).startswith("torch._functorch") for n in gm.graph.nodes):
-        return rewriter  # inside vmap, grad or jvp our operators would need rules of their own
+    if any(is_transform(n) for n in gm.graph.nodes):
+        return rewriter  # inside grad or jvp our operators would need rules of their own
     rewrite_graph(rewriter, fusions)
     # After the graph itself: a fusion may recognise an autograd.Function by its bodies, as the user wrote them.
     for name, body_mode in _bodies(rewriter):
@@ -62,7 +64,7 @@ def _bodies(rewriter: Rewriter) -> list[tuple[str, Mode]]:
             continue
         mode = rewriter.canonical.mode[node]
         if name == "autograd_function_apply":
-            mode = Mode(False, mode.autocast)
+            mode = replace(mode, grad=False)
         for arg in node.args:
             if isinstance(arg, Node) and arg.op == "get_attr" and str(arg.target) not in found:
                 found[str(arg.target)] = mode

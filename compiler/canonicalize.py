@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,13 +36,19 @@ _INPLACE_ARGUMENT = {
     "leaky_relu": 2, "threshold": 3, "dropout": 3, "alpha_dropout": 3, "feature_alpha_dropout": 3, "rrelu": 4,
 }  # fmt: skip
 
+_OF_VMAP = {
+    "lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim",
+    "_remove_batch_dim",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Mode:
-    """Grad mode and autocast at a node: a rewrite must not move a computation between modes."""
+    """Grad mode, autocast and how many vmaps a node is under: a rewrite must not move a computation between modes."""
 
     grad: bool
     autocast: tuple[tuple[str, torch.dtype | None], ...] = ()
+    vmaps: int = 0
 
     @staticmethod
     def ambient() -> Mode:
@@ -52,6 +58,11 @@ class Mode:
             enabled = torch.is_autocast_enabled(device)
             autocast.append((device, torch.get_autocast_dtype(device) if enabled else None))
         return Mode(torch.is_grad_enabled(), tuple(autocast))
+
+    @property
+    def place(self) -> tuple[bool, int]:
+        """What a node may not be moved across."""
+        return self.grad, self.vmaps
 
     def low_precision(self, device_type: str) -> torch.dtype | None:
         return dict(self.autocast).get(device_type)
@@ -145,7 +156,7 @@ class Canonical:
     table: ValueTable = field(default_factory=ValueTable)
     of_node: dict[Node, Value] = field(default_factory=dict)
     mode: dict[Node, Mode] = field(default_factory=dict)
-    mutated: set[int] = field(default_factory=set)
+    mutated: dict[int, list[Node]] = field(default_factory=dict)
 
     @property
     def values(self) -> list[Value]:
@@ -167,7 +178,7 @@ class Canonical:
 def canonicalize(graph: Graph, mode: Mode) -> Canonical:
     """Read a Dynamo graph whose nodes carry `example_value`. `mode` is what is in force where it starts."""
     mutated = _overwritten(graph)
-    canonical = Canonical(graph, ValueTable(mutated), mutated=mutated)
+    canonical = Canonical(graph, ValueTable(mutated.keys()), mutated=mutated)
     switches_grad = any(getattr(n.target, "__name__", "") == "_set_grad_enabled" for n in graph.nodes)
     entered: dict[Node, Mode] = {}
     for node in graph.nodes:
@@ -177,7 +188,9 @@ def canonicalize(graph: Graph, mode: Mode) -> Canonical:
         elif node.op in ("call_function", "call_method"):
             name = getattr(node.target, "__name__", "")
             if name == "_set_grad_enabled":
-                mode = Mode(bool(node.args[0]), mode.autocast)
+                mode = replace(mode, grad=bool(node.args[0]))
+            elif name in ("_vmap_increment_nesting", "_vmap_decrement_nesting"):
+                mode = replace(mode, vmaps=mode.vmaps + (1 if name == "_vmap_increment_nesting" else -1))
             elif name == "_enter_autocast":
                 entered[node] = mode
                 mode = _with_autocast(mode, node.args)
@@ -193,7 +206,7 @@ def _with_autocast(mode: Mode, args: tuple[Any, ...]) -> Mode:
     device, dtype, enabled = args[0], args[1], args[2]
     states = dict(mode.autocast)
     states[str(device)] = (dtype or torch.get_autocast_dtype(str(device))) if enabled else None
-    return Mode(mode.grad, tuple(sorted(states.items())))
+    return replace(mode, autocast=tuple(sorted(states.items())))
 
 
 def _leaf(table: ValueTable, node: Node) -> Value:
@@ -207,7 +220,7 @@ def _call(canonical: Canonical, node: Node, mode: Mode) -> Value:
     table = canonical.table
     fake = node.meta.get("example_value")
     name = op_name(node)
-    if _mutates(node):
+    if _mutates(node) or mode.vmaps:  # under vmap a tensor has dimensions that its shape does not show
         return table.unique("opaque", str(name or node.target), fake, node)
     if isinstance(fake, torch.SymInt):
         return table.make("sym", (str(fake.node.expr),), fake, node)
@@ -221,12 +234,19 @@ def _call(canonical: Canonical, node: Node, mode: Mode) -> Value:
     return table.canonical(name, args, kwargs, fake, node)
 
 
-def _overwritten(graph: Graph) -> set[int]:
-    """Storages that a node of the graph writes to."""
-    written: set[int] = set()
+def _overwritten(graph: Graph) -> dict[int, list[Node]]:
+    """Storages that are written to: {storage: the nodes that do it}, none of them where that is not known."""
+    written: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        touched = [node, *_written_arguments(node)] if _mutates(node) else [node] if _was_written(node) else []
-        written |= {s for n in touched if (s := storage(n.meta.get("example_value"))) is not None}
+        for touched in (node, *_written_arguments(node)) if _mutates(node) else ():
+            key = storage(touched.meta.get("example_value"))
+            if key is not None and node not in written.setdefault(key, []):
+                written[key].append(node)
+    for node in graph.nodes:
+        fake, key = node.meta.get("example_value"), storage(node.meta.get("example_value"))
+        # Dynamo ran the program on the fake tensors: one that was written to has counted how often.
+        if key is not None and not fake.is_inference() and fake._version > len(written.get(key, ())):
+            written[key] = []
     return written
 
 
@@ -237,12 +257,6 @@ def _written_arguments(node: Node) -> list[Node]:
     if by_convention and not names_its_own and node.kwargs.get("out") is None and isinstance(node.args[0], Node):
         return [node.args[0]]
     return node.all_input_nodes
-
-
-def _was_written(node: Node) -> bool:
-    """Dynamo ran the program on the fake tensors: one that was written to has counted it."""
-    fake = node.meta.get("example_value")
-    return isinstance(fake, torch.Tensor) and not fake.is_inference() and fake._version > 0
 
 
 def _show_hidden_cast(table: ValueTable, name: str, arg: Any, fake: Any, mode: Mode) -> Any:
@@ -315,6 +329,12 @@ def _body_mutates(node: Node) -> bool:
             if not inputs.isdisjoint(_overwritten(body.graph)):
                 return True
     return False
+
+
+def is_transform(node: Node) -> bool:
+    """Does the node belong to a function transform? Those of vmap do not count: what is between them is left alone."""
+    of_functorch = str(getattr(node.target, "__module__", "")).startswith("torch._functorch")
+    return of_functorch and getattr(node.target, "__name__", "") not in _OF_VMAP
 
 
 def storage(fake: Any) -> int | None:

@@ -107,19 +107,28 @@ class Rewriter:
 
     def unsafe(self, root: Value, interior: Iterable[Value]) -> str | None:
         """Why replacing `root` by one operator would change a gradient or read overwritten memory."""
+        touched: list[tuple[Node, Any]] = []
         for value in interior:
             if root.requires_grad and value.cut:
                 return f"{value.op} is computed without gradients"
             inputs = value.inputs()
             while hidden := [v for v in inputs if not v.nodes and v.inputs()]:  # what autocast makes of something
                 inputs = [v for v in inputs if v not in hidden] + [i for v in hidden for i in v.inputs()]
-            if self.overwritten(v.fake for v in (value, *inputs)):
-                return f"an input or part of it ({value.op}) is modified in place"
+            touched += [(node, v.fake) for node in value.nodes for v in (value, *inputs)]
+        if self.written_since(touched):
+            return "an input or part of it is modified in place, and not before all of it is computed"
         return None
 
-    def overwritten(self, fakes: Iterable[Any]) -> bool:
-        """Is one of these tensors, or a view of it, written to somewhere in the graph?"""
-        return any(storage(fake) in self.canonical.mutated for fake in fakes)
+    def written_since(self, touched: Iterable[tuple[Node, Any]]) -> bool:
+        """Is a tensor, or a view of it, written to after the first node that touches it?
+
+        What is written to before is as good as any other. After, an operator may have kept it for its backward.
+        """
+        for node, fake in touched:
+            writers = self.canonical.mutated.get(storage(fake) or 0)
+            if writers is not None and (not writers or any(node <= w for w in writers)):
+                return True
+        return False
 
     # --- writing
 
@@ -238,9 +247,10 @@ class _Writer:
 
     def misfit(self, results: list[Node]) -> str | None:
         """The last line of defence: the operator's result must look like what it replaces and read what it read."""
-        read = [n.meta.get("example_value") for e in self.emitted for n in e.all_input_nodes if n not in self.emitted]
-        if self.rewriter.overwritten([*read, *(root.fake for root in self.roots)]):
-            return "an input or the result is modified in place"
+        if any(storage(root.fake) in self.rewriter.canonical.mutated for root in self.roots):
+            return "the result is modified in place"
+        if self.rewriter.canonical.mutated and self.rewriter.written_since(self._touched()):
+            return "an input is modified in place, and not before all of it is read"
         for root, result in zip(self.roots, results, strict=True):
             fake = result.meta["example_value"]
             same = len(fake.shape) == len(root.shape) and all(
@@ -257,19 +267,36 @@ class _Writer:
             return "a later view relies on the memory layout of the result"
         return None
 
+    def _inputs(self) -> set[Node]:
+        return {n for e in self.emitted for n in e.all_input_nodes if n not in self.emitted}
+
+    def _touched(self) -> list[tuple[Node, Any]]:
+        """Every node that is replaced with every tensor it reads or makes: from the roots up to what is read now."""
+        value_of, covered, todo = self.rewriter.canonical.of_node, set[Node](), [r.nodes[0] for r in self.roots]
+        read = {id(value_of.get(n, n)) for n in self._inputs()}
+        while todo:
+            node = todo.pop()
+            inner = node.op not in ("placeholder", "get_attr") and id(value_of.get(node, node)) not in read
+            if inner and node not in covered:
+                covered.add(node)
+                todo += node.all_input_nodes
+        return [(n, i.meta.get("example_value")) for n in covered for i in (n, *n.all_input_nodes)]
+
     def settle(self, results: list[Node]) -> str | None:
         """Leave the nodes before the last root, or move them up to just after their inputs."""
         canonical = self.rewriter.canonical
-        modes = {canonical.mode[root.nodes[0]].grad for root in self.roots}
+        modes = {canonical.mode[root.nodes[0]].place for root in self.roots}
         if len(modes) > 1:
             return "its parts are computed in different grad modes"
         if all(user > self.at for user in self._live_users()):
             return None
-        last = max(n for e in self.emitted for n in e.all_input_nodes if n not in self.emitted)
+        last = max(self._inputs())
         if any(user <= last for user in self._live_users()):
             return "its inputs are not ready before its first use"
-        if {(self.rewriter.mode if last.op == "placeholder" else canonical.mode[last]).grad} != modes:
-            return "its inputs are computed in another grad mode"
+        if {(self.rewriter.mode if last.op == "placeholder" else canonical.mode[last]).place} != modes:
+            return "its inputs are computed in another grad mode, or under vmap"
+        if self.rewriter.written_since((last, n.meta.get("example_value")) for n in self._inputs()):
+            return "an input is modified in place after it is computed"
         for node in self.emitted:
             last.append(node)
             last = node

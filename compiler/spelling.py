@@ -135,11 +135,6 @@ def _rdiv(table, args, kwargs, fake):
     return _div(table, (args[1], args[0]), kwargs, fake)
 
 
-@_rule("reciprocal")
-def _reciprocal(table, args, kwargs, fake):
-    return _div(table, (1, args[0]), kwargs, fake)
-
-
 @_rule("pow")
 def _pow(table, args, kwargs, fake):
     x, exponent = args[0], args[1] if len(args) > 1 else kwargs["exponent"]
@@ -148,6 +143,8 @@ def _pow(table, args, kwargs, fake):
     return ("sqrt", (x,)) if exponent == 0.5 else ("pow", (x, exponent))
 
 
+RULES["reciprocal"] = lambda table, args, kwargs, fake: _div(table, (1, args[0]), kwargs, fake)
+RULES["silu"] = lambda table, args, kwargs, fake: ("silu", (args[0],))
 RULES["square"] = lambda table, args, kwargs, fake: ("pow", (args[0], 2))
 
 
@@ -160,11 +157,6 @@ def _unary(name: str) -> Rule:
 
 for _name in ("neg", "rsqrt", "sqrt", "abs", "exp", "tanh", "sigmoid", "view_as_complex", "view_as_real"):
     RULES[_name] = _unary(_name)
-
-
-@_rule("silu")
-def _silu(table, args, kwargs, fake):
-    return "silu", (args[0],)
 
 
 @_rule("gelu")
@@ -185,16 +177,21 @@ def _dropout(table, args, kwargs, fake):
 # --- reductions, products, losses ----------------------------------------------------------------------------------
 
 
-@_rule("mean")
-def _mean(table, args, kwargs, fake):
-    x = args[0]
-    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
-    if kwargs.get("dtype", x.dtype) != x.dtype or dims is None:
-        return None
-    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
-    negative = tuple(sorted(d if d < 0 else d - len(x.shape) for d in dims))
-    return "mean", (x, negative, bool(keepdim))
+def _reduction(name: str) -> Rule:
+    def rule(table, args, kwargs, fake):
+        x = args[0]
+        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+        if fake.dtype != x.dtype or dims is None:
+            return None
+        dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+        negative = tuple(sorted(d if d < 0 else d - len(x.shape) for d in dims))
+        return name, (x, negative, bool(keepdim))
+
+    return rule
+
+
+RULES |= {name: _reduction(name) for name in ("mean", "sum")}
 
 
 @_rule("linear")

@@ -115,6 +115,8 @@ def _walk(value: Value) -> _Chain | str:
             value = value.args[0]
         elif value.op == "item" and value.args[0].op == "fused.lora_linear":
             return "the head has an adapter"
+        elif value.op == "input":
+            return "the logits are an input of this graph: they are computed before a graph break, or by the caller"
         else:
             return f"the logits come from {value}, not from a linear layer"
     return _Chain(value, [*values, value], rows[::-1], scale, softcap)

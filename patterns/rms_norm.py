@@ -6,6 +6,8 @@ Gemma and OLMo-2 after.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -53,6 +55,11 @@ def weightless_t5_rms_norm(x: Tensor, eps: float) -> Tensor:
     return (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    h = x.to(torch.float32)
+    return (h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 def _example() -> dict[str, Tensor]:
     # Markers: a cast to bfloat16 means "to x's dtype", one to float16 "to w's dtype".
     return {"x": torch.zeros(2, 8, dtype=torch.bfloat16), "w": torch.zeros(8, dtype=torch.float16)}
@@ -60,13 +67,20 @@ def _example() -> dict[str, Tensor]:
 
 _ROUND_FIRST = {"offset": 0.0, "cast_before_weight": True}
 _ROUND_LAST = {"offset": 0.0, "cast_before_weight": False}
+_OF_SUM = _ROUND_LAST | {"of_sum": True}
 _ONE_PLUS = {"offset": 1.0, "cast_before_weight": False}
 
 
 def anchor(value: Value) -> bool:
-    """1 / sqrt of a mean that is no variance: a norm of some kind. PyTorch's own is the business of a pass."""
+    """1 / sqrt of a mean that is no variance, or of a sum of squares: a norm of some kind. PyTorch's own is the business
+    of a pass."""
     average = average_under(value)
-    return average is not None and average.op == "mean" and not is_variance(average)
+    if average is not None:
+        return average.op == "mean" and not is_variance(average)
+    if value.op != "rsqrt" or not isinstance(value.args[0], Value):
+        return False
+    under = value.args[0]
+    return any(v.op == "sum" and v.args[0].op == "pow" for v in (under, *under.inputs()))
 
 
 def refuse(match: Match) -> str | None:
@@ -75,6 +89,8 @@ def refuse(match: Match) -> str | None:
         return f"no kernel for {x.dtype}"
     if len(x.shape) < 2:
         return f"x has {len(x.shape)} dimension(s); at least two are needed"
+    if match.idiom.means.get("of_sum") and not isinstance(x.shape[-1], int):
+        return "the number of channels is not known at compile time"
     if w is not None:
         if len(w.shape) != 1 or str(w.shape[0]) != str(x.shape[-1]):
             return f"weight {w.shape} is not one number per channel of x {x.shape}"
@@ -85,8 +101,16 @@ def refuse(match: Match) -> str | None:
 
 def replace(match: Match, emit: Emitter) -> Node:
     x, w, means = match["x"], match.get("w"), match.idiom.means
-    arguments = (w, float(match["eps"]), means["offset"], means["cast_before_weight"])
-    return over_rows(x, emit, lambda rows: emit.call(kernels.rms_norm, rows, *arguments))
+    eps, offset, cast = float(match["eps"]), means["offset"], means["cast_before_weight"]
+
+    def norm(rows: Any) -> Node:
+        if not means.get("of_sum"):
+            return emit.call(kernels.rms_norm, rows, w, eps, offset, cast)
+        D = x.shape[-1]  # a sum is D means: rsqrt(sum + eps) = rsqrt(mean + eps / D) / sqrt(D)
+        scale = emit.call("new_full", rows, (D,), D**-0.5, dtype=torch.float32)
+        return emit.call(kernels.rms_norm, rows, scale, eps / D, offset, cast)
+
+    return over_rows(x, emit, norm)
 
 
 # --- torch's own rms_norm: its arguments are in the call, so it needs no unification -------------------------------
@@ -170,6 +194,7 @@ FUSION = Fusion(
         Idiom(olmo2_rms_norm, _example, _ROUND_LAST),
         Idiom(weightless_rms_norm, _example, _ROUND_LAST),
         Idiom(weightless_t5_rms_norm, _example, _ROUND_LAST),
+        Idiom(l2_norm, _example, _OF_SUM),
     ),
     refuse=refuse,
     replace=replace,

@@ -38,8 +38,19 @@ def float32_rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (h * cos + _rotate_half(h) * sin).to(x.dtype)
 
 
+def nanochat_rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return x * cos + torch.cat((x2, -x1), dim=-1) * sin
+
+
 def gpt_oss_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = torch.chunk(x, 2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+def deepseek_pairs_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x[..., 0::2], x[..., 1::2]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
@@ -146,8 +157,14 @@ def replace(match: Match, emit: Emitter) -> Node:
     else:
         heads = _heads_dim(x, match["cos"])
         cos, sin = (_row_per_position(match[name], heads, emit) for name in ("cos", "sin"))
+        if match.idiom.means.get("backwards"):
+            sin = emit.call("neg", sin)
     interleaved = match.idiom.means["interleaved"]
     source = emit.call("transpose", x, 1, 2) if heads == 2 else x
+    if match.idiom.means.get("parts_pairs"):
+        # Pairs lie side by side in x and half a row apart in the result: part them first, then turn halves.
+        source = emit.call("unflatten", source, -1, (x.shape[-1] // 2, 2))
+        source = emit.call("flatten", emit.call("transpose", source, -1, -2), -2)
     y = emit.call(kernels.rope, source, cos, sin, x.shape[-1], interleaved, False, dtype)
     return emit.call("transpose", y, 1, 2) if heads == 2 else y
 
@@ -243,6 +260,8 @@ def _both(q: Value, k: Value):
 
 
 _HALF, _PAIRS = {"interleaved": False}, {"interleaved": True}
+_BACKWARDS = _HALF | {"backwards": True}
+_PAIRS_TO_HALVES = _HALF | {"parts_pairs": True}
 
 FUSION = Fusion(
     name="rope",
@@ -251,7 +270,9 @@ FUSION = Fusion(
         Idiom(float32_rotate_half, _example, _HALF),
         Idiom(olmo_rotate_half, _example, _HALF),
         Idiom(llama_rotate_half, _example, _HALF),
+        Idiom(nanochat_rotate_back, _example, _BACKWARDS),
         Idiom(gpt_oss_halves, _example_half_width, _HALF),
+        Idiom(deepseek_pairs_to_halves, _example_half_width, _PAIRS_TO_HALVES),
         Idiom(cohere_interleaved, _example, _PAIRS),
         Idiom(ernie_interleaved, _example, _PAIRS),
         Idiom(glm_interleaved, _example, _PAIRS),
@@ -264,5 +285,5 @@ FUSION = Fusion(
         [match["freqs"]] if "freqs" in match.bound else [match["cos"], match["sin"]]
     ),
     passes=(fuse_partial, fuse_pairs),
-    priority=20,
+    priority=5,  # before rms_norm: the sum in a rotation is no residual of a norm that follows
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from _training import VOCABULARY, batch, roughen
 from transformers import AutoConfig, AutoModelForCausalLM
 
 # Fused sites per model of two layers: (rms_norm, rope, swiglu, linear_cross_entropy), counted by reading the model.
@@ -26,7 +27,6 @@ SITES: dict[str, tuple[int, int, int, int]] = {
     "mixtral": (5, 2, 2, 1),  # the gate inside the experts
 }
 FUSIONS = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
-VOCABULARY = 128
 
 
 def tiny(family: str, **changes: Any) -> torch.nn.Module:
@@ -42,22 +42,8 @@ def tiny(family: str, **changes: Any) -> torch.nn.Module:
     }  # fmt: skip
     config = AutoConfig.for_model(family, **{k: v for k, v in (sizes | changes).items() if v is not None})
     model = AutoModelForCausalLM.from_config(config).train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif "embed" not in name:
-                # Larger than the default, so that activations are not in their linear range.
-                parameter.mul_(5)
+    roughen(model)
     return model
-
-
-def batch(rows: int = 2, length: int = 16, device: Any = None) -> dict[str, torch.Tensor]:
-    """Random tokens as inputs and labels, a few labels ignored."""
-    ids = torch.randint(3, VOCABULARY, (rows, length), device=device)
-    labels = ids.clone()
-    labels[:, :3] = -100
-    return {"input_ids": ids, "labels": labels}
 
 
 def draws(count: int = 6, device: Any = None) -> list[dict[str, torch.Tensor]]:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from _block import OPTIONS, Block, assert_same_gradients, compiled, data, gradients
 from _models import batch, draws, tiny
+from _training import assert_step_as_accurate, step
 from fused_backend.compiler import explain, fused
-from test_models import assert_step_as_accurate, step
 from torch import nn
 
 # --- modes

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from _block import OPTIONS, Block, data
 from _models import batch, tiny
+from _training import step
 from fused_backend.compiler import explain, fused
-from test_models import step
 
 
 def test_a_refused_site_tells_why_and_where():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from _models import SITES, batch, draws, tiny
 from _oracle import assert_as_accurate
-from test_models import assert_step_as_accurate
+from _training import assert_step_as_accurate
 
 pytestmark = pytest.mark.gpu
 INDUCTOR = {"lowering": "inductor"}

@@ -120,6 +120,15 @@ def test_near_misses_are_refused(name):
     assert_refused(fn, head_inputs(), "linear_cross_entropy", reason)
 
 
+def test_logits_from_before_a_graph_break_are_refused():
+    def loss(h, w, t):
+        logits = F.linear(h, w)
+        torch._dynamo.graph_break()
+        return causal(logits, t)
+
+    assert_refused(loss, head_inputs(), "linear_cross_entropy", "before a graph break")
+
+
 def test_rows_selected_after_a_reshape_are_refused():
     def loss(h, w, t):
         return F.cross_entropy(F.linear(h, w).view(-1, VOCABULARY)[:-1], t.view(-1)[1:])

@@ -50,6 +50,18 @@ def test_without_weight_is_fused():
     assert_fused(lambda x: F.rms_norm(x, (8,)), pattern_inputs(3, 8)[:1], "rms_norm")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [8, 13, 64])
+def test_the_l2_norm_is_fused(channels, dtype):
+    """A sum where the others have a mean."""
+
+    def l2(x):
+        h = x.float()
+        return (h * torch.rsqrt((h * h).sum(dim=-1, keepdim=True) + EPS)).to(x.dtype)
+
+    assert_fused(l2, pattern_inputs(37, channels, dtype=dtype)[:1], "rms_norm")
+
+
 def test_module_and_mixed_dtypes_are_fused():
     norm = torch.nn.RMSNorm(8)
     assert_fused(lambda x: norm(x), pattern_inputs(3, 8)[:1], "rms_norm")
@@ -103,6 +115,8 @@ def test_gated_norm_becomes_one_operator(act):
 
 
 NEAR_MISSES = {
+    "a sum over rows": (lambda x, w: w * x * torch.rsqrt(x.pow(2).sum(0, keepdim=True) + EPS), ""),
+    "a sum of cubes": (lambda x, w: w * x * torch.rsqrt(x.abs().pow(3).sum(-1, keepdim=True) + EPS), "abs"),
     "wrong dim": (lambda x, w: w * (x * rstd_of(x, dim=-2)), "mean"),
     "all dims": (lambda x, w: w * (x * rstd_of(x, dim=(-2, -1))), "mean"),
     "mean of |x|": (lambda x, w: w * (x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + EPS)), "pow"),
@@ -180,16 +194,49 @@ def written_equal(x, w):
     return SPELLINGS["llama"](b, w) + a
 
 
+@pytest.mark.parametrize(("fn", "count"), [(written_clone, 1), (written_equal, 1)])
+def test_a_copy_that_is_written_to_is_not_its_source(fn, count):
+    """Written to before the norm: fused, and of the right numbers."""
+    assert_fused(fn, pattern_inputs(3, 5, 8), "rms_norm", count)
+
+
 def written_by_foreach(x, w):
+    """The norm is complete by then, but its backward would read what it normalised."""
     h = x * 2.0
-    first = SPELLINGS["llama"](h.detach(), w)
+    y = SPELLINGS["llama"](h.detach(), w)
     torch._foreach_mul_([h], 3.0)
-    return first + SPELLINGS["llama"](h, w)
+    return y + h.sin()
 
 
-@pytest.mark.parametrize("fn", [written_clone, written_equal, written_by_foreach])
-def test_a_copy_that_is_written_to_is_not_its_source(fn):
-    assert_refused(fn, pattern_inputs(3, 5, 8), "rms_norm", "in place")
+def written_after_a_slice(x, w):
+    h = x * 2.0
+    part = h[..., :4].float()
+    variance = h.pow(2).mean(-1, keepdim=True)
+    h[..., 1:] += 1.0
+    return w * (h * torch.rsqrt(variance + EPS)) + part.sum()
+
+
+def written_through_a_view(x, w):
+    h = x * 2.0
+    rows = h.view(-1, 8)
+    variance = h.pow(2).mean(-1, keepdim=True)
+    rows.mul_(3.0)
+    return w * (h * torch.rsqrt(variance + EPS))
+
+
+@pytest.mark.parametrize("fn", [written_after_a_slice, written_through_a_view, written_by_foreach])
+def test_what_is_written_to_in_the_middle_or_later_is_refused(fn):
+    x, w = pattern_inputs(3, 5, 8)
+    assert_refused(fn, [x.detach(), w], "rms_norm", "in place")
+
+
+def test_a_result_that_is_written_to_is_refused():
+    def model(x):
+        y = (x.float() * rstd_of(x.float())).to(x.dtype)
+        y.mul_(2.0)
+        return y
+
+    assert_refused(model, pattern_inputs(3, 5, 8)[:1], "rms_norm", "in place")
 
 
 def test_a_residual_written_to_before_the_norm_stays_outside():
@@ -233,3 +280,34 @@ def test_other_strides_without_a_later_view_are_fused():
 
     x, w = torch.randn(2, 6, 4, 8).requires_grad_(), torch.randn(8).requires_grad_()
     assert_fused(heads, [x, w], "rms_norm")
+
+
+def test_rows_filled_one_after_the_other_are_fused():
+    """As linear attention does it step by step: the buffer is complete before it is normalised."""
+
+    def model(x, w):
+        h = torch.zeros_like(x)
+        for i in range(x.shape[1]):
+            h[:, i] = x[:, i].sin()
+        return SPELLINGS["llama"](h, w)
+
+    assert_fused(model, pattern_inputs(3, 4, 8), "rms_norm")
+
+
+@pytest.mark.parametrize("inside", [SPELLINGS["llama"], lambda x, w: x * w], ids=["a norm", "a product"])
+def test_around_vmap_norms_are_fused(inside):
+    """What is under vmap is left alone: its tensors have a dimension that their shape does not show."""
+
+    def model(x, w):
+        y = SPELLINGS["llama"](x, w)
+        return SPELLINGS["llama"](torch.vmap(inside, in_dims=(0, None))(y, w), w)
+
+    assert_fused(model, pattern_inputs(3, 5, 8), "rms_norm", count=2)
+
+
+def test_a_norm_is_not_moved_into_vmap():
+    def model(x, w):
+        y = torch.vmap(torch.sin)(x)
+        return SPELLINGS["llama"](y, w), y.cos()
+
+    assert_fused(model, pattern_inputs(3, 5, 8), "rms_norm")

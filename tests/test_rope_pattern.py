@@ -37,12 +37,16 @@ SPELLINGS = {
     "chunks, sum the other way": lambda x, c, s: (rotate_half_by_chunks(x) * s) + (c * x),
     "rounded at the end": lambda x, c, s: (x * c + rotate_half(x) * s).to(x.dtype),
     "float32 inside": lambda x, c, s: (x.float() * c + rotate_half(x.float()) * s).type_as(x),
+    "backwards": lambda x, c, s: x * c + torch.cat((x[..., x.shape[-1] // 2 :], -x[..., : x.shape[-1] // 2]), -1) * s,
     "pairs": lambda x, c, s: x * c + rotate_pairs(x) * s,
     "pairs by reshape": lambda x, c, s: (x.float() * c + rotate_pairs_by_reshape(x.float()) * s).to(x.dtype),
 }
 HALF_WIDTH = {
     "gpt_oss": lambda x, c, s: torch.cat(
         (x.chunk(2, -1)[0] * c - x.chunk(2, -1)[1] * s, x.chunk(2, -1)[1] * c + x.chunk(2, -1)[0] * s), -1
+    ),
+    "deepseek": lambda x, c, s: torch.cat(
+        [x[..., 0::2] * c - x[..., 1::2] * s, x[..., 1::2] * c + x[..., 0::2] * s], dim=-1
     ),
     "torchtune": lambda x, c, s: torch.stack(
         [x[..., ::2] * c - x[..., 1::2] * s, x[..., 1::2] * c + x[..., ::2] * s], -1
@@ -102,6 +106,15 @@ def test_q_and_k_share_a_launch():
     assert "rope_qk" in operators(both, inputs)
 
 
+def test_q_and_k_turned_backwards_share_a_launch():
+    def both(q, k, c, s):
+        return SPELLINGS["backwards"](q, c, s), SPELLINGS["backwards"](k, c, s)
+
+    q, cos, sin = rotation_inputs(heads=4)
+    assert_fused(both, [q, rotation_inputs(heads=2)[0], cos, sin], "rope")
+    assert "rope_qk" in operators(both, [q, rotation_inputs(heads=2)[0], cos, sin])
+
+
 def test_a_key_that_depends_on_the_query_is_not_paired():
     def chain(q, c, s):
         once = SPELLINGS["rotate half"](q, c, s)
@@ -113,7 +126,7 @@ def test_a_key_that_depends_on_the_query_is_not_paired():
 
 
 NEAR_MISSES = {
-    "sign flipped": (lambda x, c, s: x * c + torch.cat((x[..., 4:], -x[..., :4]), -1) * s, ""),
+    "both signs flipped": (lambda x, c, s: x * c + torch.cat((-x[..., 4:], -x[..., :4]), -1) * s, ""),
     "halves not swapped": (lambda x, c, s: x * c + torch.cat((-x[..., :4], x[..., 4:]), -1) * s, "half"),
     "minus": (lambda x, c, s: x * c - rotate_half(x) * s, "sub"),
     "uneven split": (lambda x, c, s: x * c + torch.cat((-x[..., 3:], x[..., :3]), -1) * s, ""),

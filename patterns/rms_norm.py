@@ -72,8 +72,7 @@ _ONE_PLUS = {"offset": 1.0, "cast_before_weight": False}
 
 
 def anchor(value: Value) -> bool:
-    """1 / sqrt of a mean that is no variance, or of a sum of squares: a norm of some kind. PyTorch's own is the business
-    of a pass."""
+    """1 / sqrt of a mean that is no variance, or of a sum of squares: a norm of some kind (not PyTorch's own)."""
     average = average_under(value)
     if average is not None:
         return average.op == "mean" and not is_variance(average)

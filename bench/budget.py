@@ -71,6 +71,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     sweep = Sweep(options.budgets.split(","), "inductor" if options.device == "cuda" else "aot_eager")
     step, _ = steps._training_step(model, config, options, with_state=True)
     model.compile(backend=sweep)
+    none_ms = None
     for i, budget in enumerate(sweep.budgets):
         sweep.now = i
         row = {
@@ -82,6 +83,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             row |= {"loss": loss.item(), "grad_norm": norm.item()}
             step(1)
             row |= steps._timed(lambda at: step(2 + at), options.steps, options.device)
+            none_ms = row["ms"] if budget == "none" else none_ms
+            row |= {"none_ms": none_ms}  # of the same run, for ratios
         except Exception as error:  # a budget that is refused is a row too
             row["failed"] = " ".join(str(error).split("\n\n")[0].split())[:300]
         row["compile_s"] = sweep.compile_s.get(sweep.now, 0.0)

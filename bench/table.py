@@ -100,18 +100,17 @@ def budgets() -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     rows = load("budget")["rows"]
-    free = {(r["model"], r["mode"]): r["ms"] for r in rows if r["budget"] == "none"}
     for row in sorted(rows, key=lambda r: (r["model"], -r.get("peak_GiB", 0))):
         name = f"| {row['model']} {row['mode']} | {row['budget']} |"
         if "failed" in row:
             lines.append(f"{name} refused: {row['failed'].split('. Raise')[0]} | | | | | |")
             continue
-        ratio = row["ms"] / free[row["model"], row["mode"]]
+        ratio = f"{row['ms'] / row['none_ms']:.2f}" if row.get("none_ms") else ""
         time, peak, host = (
             f"{row[key]:.{digits}f}" if key in row else ""
             for key, digits in (("predicted_ms", 0), ("predicted_peak_GiB", 2), ("host_GiB", 1))
         )
-        lines.append(f"{name} {row['ms']:.0f} | {time} | {ratio:.2f} | {row['peak_GiB']:.2f} | {peak} | {host} |")
+        lines.append(f"{name} {row['ms']:.0f} | {time} | {ratio} | {row['peak_GiB']:.2f} | {peak} | {host} |")
     return lines
 
 

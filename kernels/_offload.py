@@ -39,7 +39,7 @@ class _Block:
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.key = nbytes, pinned
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self.event: torch.cuda.Event | None = None
+        self.event: Any = None
 
 
 _free: dict[tuple[int, bool], list[_Block]] = {}

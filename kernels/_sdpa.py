@@ -88,8 +88,8 @@ def masked_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor,
         keys = keys.remove(getattr(torch._C.DispatchKey, name))
     include = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(include, keys), torch.enable_grad():
-        given = [x.detach().requires_grad_() for x in (q, k, v)]
-        dq, dk, dv = torch.autograd.grad(masked(*given, seen, scale), given, dout)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        dq, dk, dv = torch.autograd.grad(masked(q, k, v, seen, scale), (q, k, v), dout)
     return dq, dk, dv
 
 

@@ -60,7 +60,7 @@ def test_host_memory_is_used_again(device):
         del hosts
         if step == 5:
             assert all(torch.equal(b, v + step) for b, v in zip(back, x, strict=True))
-    assert torch.equal(*kept)
+    assert kept is not None and torch.equal(*kept)
     (blocks,) = _offload._free.values()
     assert len(blocks) == 3 and len(_offload._used) == before + 1  # three at a time, and one that is held
     del kept

@@ -19,7 +19,7 @@ import _harness as harness
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FUSIONS = sorted(p.stem for p in (ROOT / "kernels").glob("[a-z]*.py"))
-PARTS = ("nf4", "low_rank", "lora")  # kernels that several files of a row share
+PARTS = ("nf4", "low_rank", "lora", "offload")  # kernels that several files share
 
 
 def run_tests() -> int:

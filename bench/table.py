@@ -114,6 +114,22 @@ def budgets() -> list[str]:
     return lines
 
 
+def attention() -> list[str]:
+    """Attention under the mask that models bring, and without it."""
+    lines = [
+        "| causal attention (bf16), forward + backward \u00b5s | explicit mask | flash | fused | takes |",
+        "|---|---|---|---|---|",
+    ]
+    rows = [r for r in load("attention")["rows"] if "forward_us" in r and "backward_us" in r]
+    for case in dict.fromkeys(r["case"] for r in rows):
+        found = {r["candidate"]: r for r in rows if r["case"] == case}
+        names = ("explicit mask", "flash", "fused")
+        times = [f"{r['forward_us']:.0f} + {r['backward_us']:.0f}" if (r := found.get(n)) else "" for n in names]
+        label = case.replace(" none", "").replace(" right", ", padded at the right")
+        lines.append(f"| {label} | {' | '.join(times)} | {found['fused'].get('kind', 'windows')} |")
+    return lines
+
+
 def two_layers() -> list[str]:
     """Training steps of two layers."""
     lines = [
@@ -168,7 +184,8 @@ def table() -> str:
     )
     text = [
         f"{where}; repeat with `python bench/on_gpu.py`, all rows in [bench/results](bench/results).",
-        "", *steps(), "", *budgets(), "", *adapted_layers(), "", *two_layers(), "", *heads(), "", *memory_bound(), "",
+        "", *steps(), "", *budgets(), "", *adapted_layers(), "", *two_layers(), "", *attention(), "", *heads(), "",
+        *memory_bound(), "",
         f"{_families_table.summary(load('families')['rows'])} All of them: [families.md](bench/results/families.md).",
     ]  # fmt: skip
     return "\n".join(text)

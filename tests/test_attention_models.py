@@ -3,9 +3,9 @@
 import pytest
 import torch
 from _models import VOCABULARY, batch, tiny
+from _training import OPTIONS, assert_step_as_accurate
 from fused_backend.compiler import Options, explain
 from fused_backend.compiler.backend import rewrite
-from test_models import OPTIONS, assert_step_as_accurate
 
 FOLDED, READ = "causal mask folded", "padding read once per step"
 

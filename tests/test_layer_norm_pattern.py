@@ -294,7 +294,11 @@ def written_by_hand(x, w, b):
     return y + h
 
 
-@pytest.mark.parametrize("fn", [written_clone, written_result, written_by_hand])
+def test_what_was_written_to_before_is_fused():
+    assert_fused(written_clone, pattern_inputs(3, 5, 8), "layer_norm")
+
+
+@pytest.mark.parametrize("fn", [written_result, written_by_hand])
 def test_what_is_written_to_is_refused(fn):
     assert_refused(fn, pattern_inputs(3, 5, 8), "layer_norm", "in place")
 

@@ -32,8 +32,9 @@ def _beside_plain(row: dict[str, Any]) -> str:
     return "fails as plain torch.compile does" if row.get("plain_error") else "fails where plain torch.compile trains"
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(data: dict[str, Any]) -> str:
     """How many families are right, and how many of all sites are fused."""
+    rows, known = data["rows"], data["machine"].get("families", "")
     built = [r for r in rows if "not_built" not in r]
     right = [r for r in built if verdict_of(r) == "right"]
     exact = [r for r in right if r["oracle"] == "float64"]
@@ -42,7 +43,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     norms = [sum(r["sites"]["layer_norm"]) for r in built if "sites" in r]
     fails = [r for r in built if verdict_of(r).startswith("fails where")]
     return (
-        f"Of the {len(rows)} causal-LM families of transformers {len(built)} build tiny and train on tokens alone; "
+        f"Of {len(rows)} of the {known} causal-LM families of transformers {len(built)} build tiny and train on "
+        "tokens alone; "
         f'{len(right)} of them are right with `backend="fused"` in loss, every gradient and number of graphs '
         f"({len(exact)} judged against float64), {len(fails)} fail where plain torch.compile trains. "
         f"{100 * fused / total:.1f} % of their {total} RMSNorms, rotated tensors, gated MLPs and losses are fused, "
@@ -55,7 +57,7 @@ def document(data: dict[str, Any]) -> str:
     rows = data["rows"]
     machine = data["machine"]
     lines = [
-        "# Every family of AutoModelForCausalLM", "", summary(rows), "",
+        "# Every family of AutoModelForCausalLM", "", summary(data), "",
         f"Made by `python bench/families.py` on a CPU, torch {machine['torch']}, transformers "
         f"{machine['transformers']}, commit {machine['commit']}; one layer of each kind, hidden size 64, "
         "float32, training mode without dropout, `lowering=\"aot_eager\"`.", "",

@@ -95,7 +95,8 @@ def main() -> None:
             f"[{i}/{len(todo)}] {family}: {_families_table.verdict_of(rows[family])} {rows[family].get('sites', '')}",
             flush=True,
         )
-        harness.save("families", [rows[f] for f in every if f in rows], transformers=transformers.__version__)
+        versions = {"transformers": transformers.__version__, "families": str(len(every))}
+        harness.save("families", [rows[f] for f in every if f in rows], **versions)
 
 
 if __name__ == "__main__":

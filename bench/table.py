@@ -186,7 +186,7 @@ def table() -> str:
         f"{where}; repeat with `python bench/on_gpu.py`, all rows in [bench/results](bench/results).",
         "", *steps(), "", *budgets(), "", *adapted_layers(), "", *two_layers(), "", *attention(), "", *heads(), "",
         *memory_bound(), "",
-        f"{_families_table.summary(load('families')['rows'])} All of them: [families.md](bench/results/families.md).",
+        f"{_families_table.summary(load('families'))} All of them: [families.md](bench/results/families.md).",
     ]  # fmt: skip
     return "\n".join(text)
 

@@ -194,6 +194,8 @@ class Storages:
                 self.forward.add(node)
                 todo += node.all_input_nodes
         self._times: dict[Node, float] = {}
+        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        self.written: set[Node] = {n.args[0] for n in copies if isinstance(n.args[0], Node)}  # inputs, at the end
         self.roots: dict[Node, Node] = {}
         for node in graph.nodes:
             self.roots[node] = self.roots[node.all_input_nodes[0]] if is_view(node) else node
@@ -257,6 +259,8 @@ def work_of(
         there = _held(root) or root in free or storages.is_late(root)
         choice = _choice(root, call, storages) if call is not None else "free" if there else "keep"
         inputs = tuple(at[r] for r in storages.read(call)) if call is not None else ()
+        if choice == "any" and call is not None and not storages.written.isdisjoint(storages.read(call)):
+            choice = "keep"  # what it was made from is overwritten by the time that it would be made again
         time = storages.seconds(call, ceilings) if call in storages.forward else 0.0
         node = number[call] if call is not None else -1 - at[root]
         if twin is not None:

@@ -149,3 +149,26 @@ def test_what_the_caller_holds_counts(watch):
     for bytes_ in (most, least):
         compiled(model, bytes_)(x)
         assert watch.halves[-1].peak() <= bytes_
+
+
+def test_what_is_made_from_a_buffer_that_is_overwritten_is_kept(watch):
+    class Written(Stack):
+        def __init__(self):
+            super().__init__(2)
+            self.register_buffer("seen", torch.rand(2, 64, 16))
+
+        def forward(self, x):
+            factor = self.seen.exp().sin()
+            self.seen.copy_(x.detach())
+            return super().forward(x * factor)
+
+    model, x = Written(), data()
+    before = model.seen.clone()
+
+    def call(m):
+        model.seen.data.copy_(before)
+        return m(x)
+
+    sweep = assert_same_under_budgets(model, call, watch)
+    close_to_eager(model, call, sweep)
+    assert not any(half.again("aten::sin") for _, half in sweep.pairs())

@@ -90,7 +90,7 @@ class Request:
         if not torch.cuda.is_available():
             return ""
         device = torch.device("cuda", torch.cuda.current_device())
-        return f"{ceilings(device)} {torch.cuda.memory_allocated(device) >> 26}"
+        return f"{ceilings(device)} {torch.cuda.memory_allocated(device) >> 26} {self.host_bytes_on(device) >> 26}"
 
     def bytes_on(self, device: torch.device, base: int) -> int | None:
         """Raises: BudgetError where the device has no such memory."""
@@ -110,9 +110,7 @@ class Request:
 
     def host_bytes_on(self, device: torch.device) -> int:
         """Bytes of host memory to send values to: as asked, else half of this process's share of what the host has."""
-        if device.type != "cuda":
-            return 0
-        if self.host_budget == 0:
+        if device.type != "cuda" or self.host_budget == 0:
             return 0
         if self.host_budget is not None and (asked := parse_bytes(self.host_budget, "host_budget")) is not None:
             return asked

@@ -33,10 +33,10 @@ class Joint:
         self.graph = gm.graph
         self.storages = Storages(gm.graph, backward, num_fwd_outputs)
         self.device = device_of(gm)
-        self.ceilings: Ceilings = ceilings(self.device)
         self.host_budget = host_budget
-        link = self.ceilings.host_bandwidth if host_budget else None
-        self.ceilings = replace(self.ceilings, host_bandwidth=link and _LINK * link)
+        measured = ceilings(self.device)
+        link = measured.host_bandwidth if host_budget else None
+        self.ceilings: Ceilings = replace(measured, host_bandwidth=link and _LINK * link)
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
         self.work, self.values = work_of(nodes, self.storages, self.ceilings)
         self.calls = calls_of(nodes, self.storages)
@@ -133,13 +133,15 @@ class Joint:
                 assert there, f"{self.values[j]} is read by {self.values[i]} but neither kept nor made again"
 
     def peak(self, chosen: dict[Node, str]) -> int:
-        choices = [chosen.get(node, "drop") for node in self.values]
-        return self.base + max(self.work.peaks(choices, True, self.ceilings.host_bandwidth))
+        return self.base + max(self.work.peaks(self._choices(chosen), True, self.ceilings.host_bandwidth))
 
     def steps(self, chosen: dict[Node, str]) -> tuple[list[Step], list[Step]]:
         """What runs in the forward, and in the backward."""
-        choices, bandwidth = [chosen.get(node, "drop") for node in self.values], self.ceilings.host_bandwidth
+        choices, bandwidth = self._choices(chosen), self.ceilings.host_bandwidth
         return self.work.forward_steps(choices, bandwidth), self.work.backward_steps(choices, bandwidth)
+
+    def _choices(self, chosen: dict[Node, str]) -> list[str]:
+        return [chosen.get(node, "drop") for node in self.values]
 
     def _segments(self) -> tuple[list[Segment], list[list[list[Node]]]]:
         """Equal neighbours as one segment; for each segment the value nodes of each copy."""

@@ -66,6 +66,7 @@ class Work:
     leave_backward: tuple[int, ...]  # gradients that something later, or the caller, still reads
     results: tuple[int, ...]  # of these the ones that are returned: gradients of parameters
     twins: tuple[tuple[int, Operation], ...] = ()  # values that another call makes again, from less
+    returned: tuple[int, ...] = ()  # values that are gradients as they are
 
     def peaks(
         self, choices: Sequence[str], keep_freed: bool = False, host_bandwidth: float | None = None
@@ -81,7 +82,7 @@ class Work:
         steps = [step.op for step in self.backward_steps(choices, host_bandwidth)]
         start = kept if keep_freed else set()
         known = free | (set() if keep_freed else kept)
-        return forward, self._walk(steps, known, set(self.leave_backward), start)
+        return forward, self._walk(steps, known, {*self.leave_backward, *self.returned}, start)
 
     def forward_steps(self, choices: Sequence[str], host_bandwidth: float | None = None) -> list[Step]:
         """The forward's calls, each offloaded value's memory held until its copy has had the time to end.
@@ -152,6 +153,7 @@ class Work:
         for at, op in enumerate(self.backward):
             ensure(op.reads)
             steps.append(Step("call", at, op))
+        ensure(self.returned)
         return steps
 
     def _walk(self, steps: Sequence[Operation], unseen: set[int], stays: set[int], live: set[int]) -> int:
@@ -187,7 +189,11 @@ class Storages:
         self.backward = backward
         self.forward: set[Node] = set()  # what the outputs are made from; the rest is made in the backward, once
         results: Any = graph.output_node().args[0]
-        todo = [n for n in results[:num_fwd_outputs] if isinstance(n, Node)]
+        self.num_fwd_outputs = num_fwd_outputs
+        self.outputs, self.gradients = (
+            [n for n in some if isinstance(n, Node)] for some in (results[:num_fwd_outputs], results[num_fwd_outputs:])
+        )
+        todo = list(self.outputs)
         while todo:
             node = todo.pop()
             if node not in self.forward:
@@ -211,7 +217,7 @@ class Storages:
         value = root.meta["val"]
         if any(not isinstance(n, int) for n in (*value.shape, *value.stride())) or nbytes_of(value) < LEAST_SENT:
             return False
-        returned = any(user.op == "output" for user in _users(root, self))
+        returned = any(user.op == "output" for user in _users(root))
         return _in_one_piece(value) and not returned
 
     def seconds(self, node: Node, ceilings: Ceilings) -> float:
@@ -251,6 +257,8 @@ def work_of(
     grads = list(dict.fromkeys(g for n in backward for g in [*storages.read(n), *storages.made(n)] if g not in values))
     at = {node: i for i, node in enumerate([*values, *grads])}
     needed = {root for n in backward for root in storages.read(n)}
+    returned = {storages.roots[n] for n in storages.gradients if n not in storages.backward}
+    given = {storages.roots[n] for n in storages.outputs}
     free = set(free)
     number = {n: i for i, n in enumerate(forward)}
 
@@ -265,7 +273,7 @@ def work_of(
         node = number[call] if call is not None else -1 - at[root]
         if twin is not None:
             inputs, time, node = twin.reads, twin.seconds, len(forward) + at[root]
-        read = root in needed or (call is not None and storages.is_late(call))
+        read = root in needed or root in returned or (call is not None and storages.is_late(call))
         away = call in storages.forward and ceilings.host_bandwidth is not None and storages.may_leave(root)
         nbytes = nbytes_of(root.meta["val"])
         return Value("", nbytes, inputs, time, node, read, choice, away, host_nbytes(nbytes) if away else 0)
@@ -279,39 +287,40 @@ def work_of(
         reads = tuple(at[r] for r in dict.fromkeys(storages.roots[n] for n in given))
         return Operation(reads, (at[root],), seconds=move_seconds(target, args, ceilings))
 
-    twins = {root: twin(root, *by) for root, n in own.items() if (by := remaking(root, n, storages)) is not None}
+    first = [(root, n) for root, n in own.items() if n in storages.forward and root.target is operator.getitem]
+    twins = {root: twin(root, *by) for root, n in first if root.args[1] == 0 and (by := remaking(n)) is not None}
     here = set(nodes)
-    leaving = {g: [u for u in _users(g, storages) if u not in here] for g in grads}
+    elsewhere = lambda user: user.op != "output" and user not in here and user not in storages.backward  # noqa: E731
+    leaving = {g: [u for u in _users(g) if u not in here] for g in grads}
     work = Work(
         tuple(map(value, values)),
         tuple(map(operation, forward)),
         tuple(map(operation, backward)),
         tuple(nbytes_of(g.meta["val"]) for g in grads),
-        tuple(at[v] for v in own if any(u not in here and u not in storages.backward for u in _users(v, storages))),
+        tuple(at[v] for v in own if v in given or any(map(elsewhere, _users(v)))),
         tuple(at[g] for g, users in leaving.items() if users),
         tuple(at[g] for g, users in leaving.items() if any(u.op == "output" for u in users)),
         tuple((at[root], op) for root, op in twins.items()),
+        tuple(at[v] for v in own if v in returned),
     )
     return work, values
 
 
-def remaking(root: Node, call: Node, storages: Storages) -> tuple[Any, tuple[Any, ...]] | None:
+def remaking(call: Node) -> tuple[Any, tuple[Any, ...]] | None:
     """The other call, with its arguments, that makes the first output of `call` from its other outputs."""
     by = REMADE.get(call.target)  # pyright: ignore[reportArgumentType]
-    if by is None or root.target is not operator.getitem or root.args[1] != 0 or call not in storages.forward:
-        return None
     outputs = {u.args[1]: u for u in call.users if u.target is operator.getitem}
     try:
-        return by(call.args, outputs.__getitem__)
+        return by and by(call.args, outputs.__getitem__)
     except KeyError:
         return None  # made from an output that nothing reads
 
 
-def _users(root: Node, storages: Storages) -> Iterable[Node]:
+def _users(root: Node) -> Iterable[Node]:
     for user in root.users:
         yield user
         if is_view(user):
-            yield from _users(user, storages)
+            yield from _users(user)
 
 
 def _tensor(node: Node) -> torch.Tensor | None:
@@ -338,18 +347,18 @@ def _choice(root: Node, call: Node, storages: Storages) -> str:
     policy = root.meta.get("recompute", call.meta.get("recompute"))
     if _acts(call) or policy is CheckpointPolicy.MUST_SAVE:
         return "keep"
-    again = policy in _AGAIN and not _leaves_region(root, storages)
+    again = policy in _AGAIN and not _leaves_region(root)
     return "recompute" if again or storages.is_late(call) else "any"
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def _leaves_region(root: Node, storages: Storages) -> bool:
+def _leaves_region(root: Node) -> bool:
     """Does the next checkpointed region begin with it? Made again, it would take all regions before along."""
     region = root.meta.get("ac_graph_id", 0)
     return any(u.meta.get("recompute") in _AGAIN and u.meta.get("ac_graph_id", 0) > region
-               for u in _users(root, storages))  # fmt: skip
+               for u in _users(root))  # fmt: skip
 
 
 def _acts(call: Node) -> bool:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels._op import REMADE
 from .budget import BudgetError, Request, apply
-from .memory import is_view
+from .memory import is_view, remaking
 from .rematerialize import call_like
 
 log = logging.getLogger("fused_backend")
@@ -80,21 +80,18 @@ def recompute_what_is_cheap(graph: Graph) -> None:
         first = outputs.get(0, None if outputs else node)
         if first is None or first not in kept or first in returned:
             continue
-        by = REMADE[node.target]
-        try:
-            target, args = (node.target, node.args) if by is None else by(node.args, outputs.__getitem__)
-        except KeyError:
-            continue  # made from an output that nothing reads, so that it is not kept
-        if any(_viewed(a) not in kept for a in args if isinstance(a, Node)):
+        by_itself = REMADE[node.target] is None
+        made = (node.target, node.args) if by_itself else remaking(node)
+        if made is None or any(_viewed(a) not in kept for a in made[1] if isinstance(a, Node)):
             continue
-        if by is None:
+        if by_itself:
             for again in (node, *(user for user in node.users if user.target is operator.getitem)):
                 again.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         else:
-            _redirect(first, _twin(graph, node, outputs, target, args), backward)
+            _redirect(first, _twin(graph, outputs, *made), backward)
 
 
-def _twin(graph: Graph, node: Node, outputs: dict[int, Node], target: Any, args: tuple[Any, ...]) -> Node:
+def _twin(graph: Graph, outputs: dict[int, Node], target: Any, args: tuple[Any, ...]) -> Node:
     """The first output of another call, which gives the same."""
     first = outputs[0]
     with graph.inserting_after(max(outputs.values())):

@@ -48,6 +48,13 @@ def rematerialize(
                 for step in before.get(node, ()):
                     writer.make(step, values, calls[0])
                 node.args, node.kwargs = map_arg((node.args, node.kwargs), writer.stand_in)  # type: ignore[assignment]
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        for step in waiting:
+            writer.make(step, values, calls[0])
+        results: Any = output.args[0]
+        first = storages.num_fwd_outputs
+        output.args = ((*results[:first], *map_arg(tuple(results[first:]), writer.stand_in)),)
     for node in graph.nodes:
         node.meta.pop("recompute", None)
     graph.eliminate_dead_code()
@@ -115,7 +122,7 @@ class _Writer:
         return made
 
     def _twin(self, value: Node) -> Node:
-        found = remaking(value, value.args[0], self.storages)  # type: ignore[arg-type]
+        found = remaking(value.args[0])  # type: ignore[arg-type]
         assert found is not None
         call = self._call(found[0], map_arg(found[1], self.stand_in), value)
         return self._call(operator.getitem, (call, 0), value)

@@ -14,6 +14,7 @@ On a CPU the same operators copy at once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -25,7 +26,6 @@ from ._op import define_op
 
 _tickets = itertools.count(1)
 _under_way: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
-_streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
 
 def host_nbytes(nbytes: int) -> int:
@@ -46,7 +46,7 @@ _free: dict[tuple[int, bool], list[_Block]] = {}
 _used: dict[int, _Block] = {}  # by address
 
 
-def _host_tensor(x: Tensor) -> Tensor:
+def _host_tensor(x: Tensor) -> tuple[Tensor, _Block]:
     """Host memory laid out as `x` is; it goes back to `_free` with the last tensor that lies in it."""
     key = host_nbytes(max(x.numel() * x.element_size(), 1)), x.device.type == "cuda"
     known = _free.setdefault(key, [])
@@ -55,7 +55,7 @@ def _host_tensor(x: Tensor) -> Tensor:
     weakref.finalize(view, _give_back, block).atexit = False
     _used[block.memory.data_ptr()] = block
     flat = torch.from_numpy(view)[: x.numel() * x.element_size()].view(x.dtype)
-    return flat.as_strided(x.size(), x.stride())
+    return flat.as_strided(x.size(), x.stride()), block
 
 
 def _give_back(block: _Block) -> None:
@@ -63,13 +63,20 @@ def _give_back(block: _Block) -> None:
     _free[block.key].append(block)
 
 
-def _copy(x: Tensor, to: Tensor, direction: str, device: torch.device, block: _Block | None) -> Tensor:
+@functools.cache
+def _stream(direction: str, device: torch.device) -> torch.cuda.Stream:
+    """One for each way: a link carries both at once."""
+    del direction
+    return torch.cuda.Stream(device)
+
+
+def _copy(x: Tensor, to: Tensor, block: _Block | None, direction: str, device: torch.device) -> Tensor:
     """Begin a copy; the ticket says which."""
     event = None
     if device.type == "cuda":
         # What `x` is written by, and what last read the memory that `to` lies in, is queued on the current stream.
         here = torch.cuda.current_stream(device)
-        stream = _streams.setdefault((direction, device), torch.cuda.Stream(device))
+        stream = _stream(direction, device)
         stream.wait_stream(here)
         if block is not None and block.event is not None:
             stream.wait_event(block.event)
@@ -93,8 +100,7 @@ def _wait(ticket: Tensor, device: torch.device) -> Tensor:
 
 
 def _offload(x: Tensor) -> Tensor:
-    host = _host_tensor(x)
-    return _copy(x, host, "out", x.device, _used.get(host.data_ptr()))
+    return _copy(x, *_host_tensor(x), "out", x.device)
 
 
 def _offloaded(ticket: Tensor, x: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ def _reload(host: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
-    return _copy(host, x, "back", device, _used.get(host.data_ptr()))
+    return _copy(host, x, _used.get(host.data_ptr()), "back", device)
 
 
 def _arrived(ticket: Tensor, host: Tensor, device: torch.device) -> Tensor:

@@ -65,3 +65,21 @@ def any_rows(data: Any, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     base = torch.randn(*[lead[i] * step for i in order], D + 3, device=device).to(dtype)
     base = base[tuple(slice(None, None, step) for _ in order)][..., 2 : 2 + D]
     return base.permute(*[order.index(d) for d in range(len(lead))], len(lead)).detach().requires_grad_()
+
+
+def assert_same_bits_every_run(every_operator, where):
+    x, z, dy = torch.randn(3, 300, 190, device=where).bfloat16()
+    w = torch.randn(190, device=where).bfloat16()
+    first = every_operator(x, z, w, dy)
+    for a, b in zip(first, every_operator(x, z, w, dy), strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_inputs_are_left_alone(every_operator, where):
+    inputs = [torch.randn(5, 12, device=where) for _ in range(4)]
+    inputs[2] = inputs[2][0]
+    before = [t.clone() for t in inputs]
+    outs = every_operator(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+    storages = [t.untyped_storage().data_ptr() for t in (*inputs, *outs)]
+    assert len(set(storages)) == len(storages)

@@ -1,6 +1,8 @@
 """Memory budgets over graphs of other kinds: the same bits, and never over."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 from _alive import needed
 from _stack import (
     HUGE,
@@ -172,3 +174,36 @@ def test_what_is_made_from_a_buffer_that_is_overwritten_is_kept(watch):
     sweep = assert_same_under_budgets(model, call, watch)
     close_to_eager(model, call, sweep)
     assert not any(half.again("aten::sin") for _, half in sweep.pairs())
+
+
+class OwnGradient(torch.autograd.Function):
+    """Of p the gradient reads what the forward kept, and no gradient that comes in."""
+
+    @staticmethod
+    def forward(ctx, a, p, as_it_is):
+        ctx.save_for_backward(a)
+        ctx.as_it_is = as_it_is
+        return (a * p).sin()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (a,) = ctx.saved_tensors
+        return (a, None, None) if ctx.as_it_is else (grads[0] * a, a.sum((0, 1)).exp(), None)
+
+
+@pytest.mark.parametrize("as_it_is", [False, True])
+def test_gradients_that_read_no_gradient(as_it_is, watch):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+            self.w = nn.Parameter(torch.rand(16) + 0.5)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + OwnGradient.apply(F.gelu(layer(x)), self.w, as_it_is)
+            return x.square().mean()
+
+    model, x = Odd(), data()
+    sweep = assert_same_under_budgets(model, lambda m: m(x), watch, steps=3)
+    close_to_eager(model, lambda m: m(x), sweep)

@@ -161,7 +161,7 @@ def at_budget(joint: Joint, budget: int) -> Point:
 
 def _seconds(joint: Joint, chosen: dict[Node, str]) -> float:
     """The graph's own, and those of making again: each call once, whoever reads it."""
-    choices = joint._choices(chosen)
+    choices = tuple(joint._choices(chosen))
     return (joint.seconds + _priced(Segment("", joint.work.values), choices, None).seconds) / EFFICIENCY
 
 

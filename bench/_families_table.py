@@ -42,8 +42,9 @@ def summary(data: dict[str, Any]) -> str:
     fused, total = sum(c[0] for c in counts), sum(map(sum, counts))
     norms = [sum(r["sites"]["layer_norm"]) for r in built if "sites" in r]
     fails = [r for r in built if verdict_of(r).startswith("fails where")]
+    tried = f"the {known}" if str(len(rows)) == known else f"{len(rows)} of the {known}"
     return (
-        f"Of {len(rows)} of the {known} causal-LM families of transformers {len(built)} build tiny and train on "
+        f"Of {tried} causal-LM families of transformers {len(built)} build tiny and train on "
         "tokens alone; "
         f'{len(right)} of them are right with `backend="fused"` in loss, every gradient and number of graphs '
         f"({len(exact)} judged against float64), {len(fails)} fail where plain torch.compile trains. "

@@ -131,7 +131,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, layers in MODELS.items():
         compare(name, 2 if quick else layers, RATIOS[::4] if quick else RATIOS, rows)
-    for layers in (2,) if quick else (8, 32):
+    for layers in (2,) if quick else (8, 32, 80):
         planning(layers, rows)
     compared = [row for row in rows if "ratio" in row]
     worse = [row for row in compared if row.get("worse", True)]

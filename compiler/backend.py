@@ -43,7 +43,7 @@ def fused(
     rewrite breaks, that is logged once and the graph is compiled as Dynamo wrote it (unless strict=True).
     """
     parsed = Options.parse(options, fusion_names())
-    request = Request.of(parsed)
+    request = Request.of(parsed, gm)
     restore = backup(gm)
     try:
         report, finish = rewrite(gm, parsed)
@@ -147,16 +147,16 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     what is compiled already are left as they were. A model that `model.compile()` was called on is looked through.
     """
     report, parsed = Report(), Options.parse(options, fusion_names())
-    request = Request.of(parsed)
 
     def collect(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        request = Request.of(parsed, gm)
         found, finish = rewrite(gm, parsed)
         report.decisions += found.decisions
         report.graph_count += 1
         if request is None:
             return finish(gm.forward)
         compiled = finish(lower(gm, example_inputs, replace(parsed, lowering="aot_eager"), None, request))
-        report.plan = request.made[-1] if request.made else None
+        report.plan = request.made[-1] if request.made else report.plan
         return compiled
 
     before = sum(counters["graph_break"].values())

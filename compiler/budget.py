@@ -9,6 +9,7 @@ import operator
 import os
 import pathlib
 import time
+import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .cost import ceilings, nbytes_of
-from .joint import Joint, device_of
+from .joint import Joint, base_of, device_of
 from .options import Options, parse_bytes
 from .planner import Infeasible, Plan
+from .ranks import Terms, agreed, job
 from .rematerialize import rematerialize
 from .sizes import hold
 
@@ -77,16 +79,29 @@ class Request:
     host_budget: int | str | None = None
     respect_checkpointing: bool = False
     strict: bool = False
+    followed: bool = False  # by other graphs of the step, after a graph break
     made: list[MemoryPlan] = field(default_factory=list, compare=False, repr=False)  # a report of each graph, in order
 
     @staticmethod
-    def of(options: Options) -> Request | None:
+    def of(options: Options, gm: GraphModule) -> Request | None:
+        """Raises: BudgetError for a part of a graph that DistributedDataParallel has cut."""
         if options.memory_budget is None:
             return None
-        return Request(options.memory_budget, options.host_budget, options.respect_checkpointing, options.strict)
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        if reason is not None and reason.reason.startswith("DDPOptimizer"):
+            raise BudgetError(
+                "memory_budget is for whole graphs, and DistributedDataParallel cuts them into buckets. Set "
+                "torch._dynamo.config.optimize_ddp = False"
+            )
+        followed = reason is not None and reason.graph_break
+        return Request(
+            options.memory_budget, options.host_budget, options.respect_checkpointing, options.strict, followed
+        )
 
     def state(self) -> str:
         """What a plan depends on beside the graph: it is part of cache keys. Rounded, so that it seldom changes."""
+        if job()[1] > 1:
+            return f"{uuid.uuid4()}"  # agreed on anew by each job
         if not torch.cuda.is_available():
             return ""
         device = torch.device("cuda", torch.cuda.current_device())
@@ -144,22 +159,45 @@ def apply(gm: GraphModule, backward: set[Node], request: Request, num_fwd_output
         forget_hints(gm.graph)
     hold(gm)
     begun = time.perf_counter()
-    joint = Joint(gm, backward, num_fwd_outputs, request.host_bytes_on(device_of(gm)))
-    budget = request.bytes_on(joint.device, joint.base)
+    terms = agreed(gm.graph, terms_of(gm, request))
+    joint = Joint(gm, backward, num_fwd_outputs, terms, request.followed)
     try:
-        answer, chosen, peak = joint.plan(None if budget is None else int(budget * (1 - MARGIN)))
+        answer, chosen, peak = joint.plan(None if terms.budget is None else int(terms.budget * (1 - MARGIN)))
     except Infeasible as error:
-        smallest = int(error.smallest / (1 - MARGIN)) + 1
-        least = _gib(smallest + (2**20 if smallest >= 2**27 else 2**14))  # shown rounded, and so still enough
-        raise BudgetError(
-            f"memory_budget {request.budget!r} is below {least}, the least that this step can run in. Raise it, or "
-            f"shorten the batch or the sequence"
-        ) from None
-    made = replace(summary(joint, answer, chosen, peak, budget), planning_seconds=time.perf_counter() - begun)
+        raise BudgetError(_too_small(request, terms.budget or 0, error.smallest)) from None
+    made = replace(summary(joint, answer, chosen, peak, terms.budget), planning_seconds=time.perf_counter() - begun)
+    if not request.followed:
+        _unused.clear()
+    elif terms.budget is not None:
+        _unused.append((int(terms.budget * (1 - MARGIN)) - joint.base) // 2 - joint.kept(chosen))
     request.made.append(made)
     rematerialize(gm.graph, joint.storages, chosen, joint.values, joint.calls, joint.steps(chosen))
     gm.recompile()
     return made
+
+
+_unused: list[int] = []  # of each graph of this step so far, all followed: bytes that it might keep and does not
+
+
+def _too_small(request: Request, budget: int, smallest: int) -> str:
+    text = "this step can run in. Raise it, or shorten the batch or the sequence"
+    if request.followed:
+        text = f"{text}, or remove the graph break after this graph: as much as it keeps is left to those behind it"
+    elif _unused:
+        # Of what is added, every graph before takes half of what the one before it left.
+        text = f"{text}, or remove the graph break before this graph: what came before it keeps its part"
+        within = int(budget * (1 - MARGIN))
+        smallest = within + 2 ** len(_unused) * (smallest + sum(_unused) - within)
+    least = int(smallest / (1 - MARGIN)) + 1
+    shown = _gib(least + (2**20 if least >= 2**27 else 2**14))  # rounded, and so still enough
+    return f"memory_budget {request.budget!r} is below {shown}, the least that {text}"
+
+
+def terms_of(gm: GraphModule, request: Request) -> Terms:
+    """Raises: BudgetError where the device has no such memory."""
+    device = device_of(gm)
+    base = base_of(gm, device)
+    return Terms(base, request.bytes_on(device, base), request.host_bytes_on(device), ceilings(device))
 
 
 def forget_hints(graph: Graph) -> None:
@@ -185,7 +223,7 @@ def summary(joint: Joint, answer: Plan, chosen: dict[Node, str], peak: int, budg
     rows = [tuple(Row(k, *v) for k, v in sorted(t.items(), key=_by_size)) for t in (kinds, layers)]
     extra = sum(c.seconds for copies in answer.layers for c in copies)
     time = (joint.seconds + extra) / EFFICIENCY, extra / EFFICIENCY
-    return MemoryPlan(budget, peak, answer.peak_at, *time, answer.gap, answer.host, rows[0], rows[1])
+    return MemoryPlan(budget, peak, joint.peak_at(chosen), *time, answer.gap, answer.host, rows[0], rows[1])
 
 
 def _by_size(item: tuple[str, list[int]]) -> tuple[int, str]:

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..kernels._measured import cache_path, device_name, median_ms, read, write
-from ..kernels._op import BYTES_MOVED
+from ..kernels._op import BYTES_MOVED, WORKSPACE
 from .sizes import largest
 
 log = logging.getLogger("fused_backend")
@@ -88,7 +88,7 @@ def ceilings(device: torch.device) -> Ceilings:
             log.warning("the rates of %s could not be measured (%s); an H200's are assumed", device, error)
             return NOMINAL
         if _MEASURED[key].host_bandwidth is not None:  # else another process may find host memory to pin
-            write(_path(), {key: _plain(_MEASURED[key])})
+            write(_path(), {key: plain(_MEASURED[key])})
     return _MEASURED[key]
 
 
@@ -137,16 +137,18 @@ def _path() -> pathlib.Path:
 def _stored() -> dict[str, Ceilings]:
     """What is on disk, if it can be read."""
     try:
-        return {
-            key: Ceilings(**rates | {"matmul_flops": {getattr(torch, d): f for d, f in rates["matmul_flops"].items()}})
-            for key, rates in read(_path()).items()
-        }
+        return {key: from_plain(rates) for key, rates in read(_path()).items()}
     except (TypeError, KeyError, AttributeError):
         return {}
 
 
-def _plain(rates: Ceilings) -> dict[str, Any]:
+def plain(rates: Ceilings) -> dict[str, Any]:
+    """As JSON can hold it."""
     return asdict(rates) | {"matmul_flops": {str(d).removeprefix("torch."): f for d, f in rates.matmul_flops.items()}}
+
+
+def from_plain(rates: dict[str, Any]) -> Ceilings:
+    return Ceilings(**rates | {"matmul_flops": {getattr(torch, d): f for d, f in rates["matmul_flops"].items()}})
 
 
 # --- one node ------------------------------------------------------------------------------------------------------
@@ -175,8 +177,17 @@ def seconds(node: Node, ceilings: Ceilings) -> float:
 
 def move_seconds(target: Any, args: tuple[Any, ...], ceilings: Ceilings) -> float:
     """Predicted time of an operator of this package that only moves bytes, called with these nodes."""
-    given = _hinted(map_arg(args, lambda n: n.meta.get("val")))
+    given = map_arg(args, lambda n: _hinted(n.meta.get("val")))
     return BYTES_MOVED[target](*given) / ceilings.copy_bandwidth + ceilings.launch_seconds
+
+
+def workspace(call: Node) -> int:
+    """Bytes that an operator of this package allocates and frees again while it runs."""
+    by: Any = WORKSPACE.get(call.target)  # pyright: ignore[reportArgumentType]
+    if by is None:
+        return 0
+    args, kwargs = arguments(call)
+    return by(*args, **kwargs)
 
 
 def nbytes_of(value: Any) -> int:
@@ -198,8 +209,11 @@ def is_view(node: Node) -> bool:
     target = node.target
     if target is operator.getitem or target is aten._unsafe_view.default:
         return True
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
+    return isinstance(target, torch._ops.OpOverload) and _only_aliases(target)
+
+
+@functools.cache
+def _only_aliases(target: torch._ops.OpOverload) -> bool:
     aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
     return bool(aliases) and not any(a.is_write for a in aliases)
 
@@ -317,21 +331,19 @@ def _product_dtype(node: Node) -> torch.dtype:
 
 def arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with tensors for nodes, all sizes numbers."""
-    return _hinted(map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
+    return map_arg((node.args, node.kwargs), lambda n: _hinted(n.meta.get("val")))
 
 
 def _hinted(value: Any) -> Any:
     """Numbers for symbolic sizes. A formula that compared symbols would add guards to the user's graph."""
-
-    def known(leaf: Any) -> Any:
-        if isinstance(leaf, torch.SymInt):
-            return largest(leaf)
-        if not isinstance(leaf, Tensor) or all(isinstance(size, int) for size in leaf.shape):
-            return leaf
-        with unset_fake_temporarily():
-            return torch.empty([largest(size) for size in leaf.shape], dtype=leaf.dtype, device="meta")
-
-    return tree_map(known, value)
+    if isinstance(value, torch.SymInt):
+        return largest(value)
+    if isinstance(value, (tuple, list)):
+        return [_hinted(v) for v in value]
+    if not isinstance(value, Tensor) or all(isinstance(size, int) for size in value.shape):
+        return value
+    with unset_fake_temporarily():
+        return torch.empty([largest(size) for size in value.shape], dtype=value.dtype, device="meta")
 
 
 def _tensors(node: Node) -> list[Tensor]:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-LEVELS = 10  # points of a front, at most, and two close to its end; as many again with offloading
+LEVELS = 10  # points of a front, and two close to its end; with offloading as many, and half of them without
+FEW = 4  # levels for what holds little
 SLOWDOWN = 0.02  # of a transfer's time, what the compute beside it loses (measured on an H200)
 NODES = 2_000  # of the branch-and-bound tree. No limit in seconds: every rank of a job must get the same plan
 SCALE = 1e4  # costs are scaled to this size, far above the solver's absolute tolerance of 1e-6
@@ -106,21 +107,24 @@ class Program:
         return result
 
 
-def front(segment: Segment, host_bandwidth: float | None = None, host_budget: int | None = None) -> list[Choice]:
+def front(
+    segment: Segment, host_bandwidth: float | None = None, host_budget: int | None = None, levels: int = LEVELS
+) -> list[Choice]:
     """Choices for one copy, from the fastest to the smallest: each is the fastest for the bytes it keeps.
 
     Points that are no better in anything `plan` looks at (kept bytes, both peaks, host bytes, seconds) are left out.
     host_bandwidth, in bytes a second, allows offloading: transfers of a copy, out and back, must fit into its
     `compute_seconds` and are charged `SLOWDOWN` of their time. It may hold `host_budget` bytes on the host. Points
-    without offloading are found as well.
+    without offloading are found as well, which the host's budget or a low peak may call for, at half as many levels.
 
     Raises: ValueError for values that are made from each other or have an unknown choice.
     """
     _check(segment)
     values = tuple(replace(v, name="") for v in segment.values)  # equal layers have other names, and are solved once
-    found = dict.fromkeys(_selections(values, None, 0.0, None))
-    if host_bandwidth is not None:
-        found |= dict.fromkeys(_selections(values, host_bandwidth, segment.compute_seconds, host_budget))
+    away = host_bandwidth is not None
+    found = dict.fromkeys(_selections(values, None, 0.0, None, max(levels // 2, 2) if away else levels))
+    if away:
+        found |= dict.fromkeys(_selections(values, host_bandwidth, segment.compute_seconds, host_budget, levels))
     points = [_priced(segment, choices, host_bandwidth) for choices in found]
     left: dict[tuple[int, ...], Choice] = {}
     # Only one before it, at least as fast, can be better in everything.
@@ -148,9 +152,9 @@ def _bytes(values: Sequence[Value], choices: Sequence[str], of: str = "keep") ->
 
 @functools.lru_cache(maxsize=64)
 def _selections(
-    values: tuple[Value, ...], host_bandwidth: float | None, compute: float, host_budget: int | None
+    values: tuple[Value, ...], host_bandwidth: float | None, compute: float, host_budget: int | None, levels: int
 ) -> tuple[tuple[str, ...], ...]:
-    """The fastest choices for bytes kept at `LEVELS` levels, from those of the fastest down to the least possible."""
+    """The fastest choices for bytes kept at so many levels, from those of the fastest down to the least possible."""
     if not values:
         return ((),)
     program, keep, send, cost = _layer_program(values, host_bandwidth, compute, host_budget)
@@ -166,9 +170,9 @@ def _selections(
     smallest = solved({k: nbytes * SCALE for k, nbytes in size}) or fastest
     found, most, least = [fastest], _bytes(values, fastest), _bytes(values, smallest)
     program.row(size)
-    # Two more at the end: to be rid of the last small values is what costs most.
-    parts = [1 - level / (LEVELS - 1) for level in range(1, LEVELS - 1)]
-    for part in [*parts, parts[-1] / 4, parts[-1] / 16, 0.0]:
+    parts = [1 - level / (levels - 1) for level in range(1, levels)]
+    # Where there are many, two more at the end: to be rid of the last small values is what costs most.
+    for part in [*parts[:-1], *([0.25 / levels, 0.0625 / levels] if levels > FEW else []), 0.0]:
         bound = least + int((most - least) * part)
         if _bytes(values, found[-1]) > bound:
             program.rows[-1] = size, -math.inf, (bound + 0.5) * unit  # half a byte more: rounding forbids no exact fit

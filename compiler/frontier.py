@@ -16,10 +16,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
 from .backend import Compiled, rewrite, run_untouched
-from .budget import EFFICIENCY, Request, forget_hints
+from .budget import EFFICIENCY, Request, forget_hints, terms_of
 from .front import Segment, _completed, _priced, front
 from .fusions import fusion_names
-from .joint import Joint, device_of
+from .joint import Joint
 from .options import Options
 from .partition import backward_nodes, merge_equal_calls
 from .planner import Infeasible, Plan
@@ -88,14 +88,14 @@ class Captured:
         gm, request = self.copied(), request or Request(None, 0)
         if not request.respect_checkpointing:
             forget_hints(gm.graph)
-        return Joint(gm, backward_nodes(gm.graph), self.num_fwd_outputs, request.host_bytes_on(device_of(gm)))
+        return Joint(gm, backward_nodes(gm.graph), self.num_fwd_outputs, terms_of(gm, request))
 
     def unmarked(self) -> tuple[GraphModule, Joint]:
         """As others plan it: without marks."""
         gm = self.copied()
         for node in gm.graph.nodes:
             node.meta.pop("recompute", None)
-        return gm, Joint(gm, backward_nodes(gm.graph), self.num_fwd_outputs)
+        return gm, Joint(gm, backward_nodes(gm.graph), self.num_fwd_outputs, terms_of(gm, Request(None, 0)))
 
     def saved_by_torch(self, gm: GraphModule) -> set[str]:
         """Names of the values of `unmarked`'s graph that torch's own partitioner saves for the backward."""

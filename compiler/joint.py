@@ -9,17 +9,18 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from .cost import Ceilings, ceilings, nbytes_of
+from .cost import Ceilings, nbytes_of
 from .front import Segment
 from .memory import Step, Storages, Work, calls_of, is_view, work_of
 from .planner import Infeasible, Plan, plan
+from .ranks import Terms
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.|$)|\[(\d+)\]|\['(\d+)'\]")
 _LINK = 0.8  # of the measured bandwidth to the host: others on the machine use it too
@@ -27,29 +28,22 @@ _ROOMS = 128  # that `Joint.plan` may look at
 
 
 class Joint:
-    """host_budget  bytes of host memory that values may be sent to; 0: none are"""
+    """followed  other graphs of the step run while this one's kept values are held, and need room too"""
 
-    def __init__(self, gm: GraphModule, backward: set[Node], num_fwd_outputs: int, host_budget: int = 0) -> None:
+    def __init__(
+        self, gm: GraphModule, backward: set[Node], num_fwd_outputs: int, terms: Terms, followed: bool = False
+    ) -> None:
         self.graph = gm.graph
         self.storages = Storages(gm.graph, backward, num_fwd_outputs)
-        self.device = device_of(gm)
-        self.host_budget = host_budget
-        measured = ceilings(self.device)
-        link = measured.host_bandwidth if host_budget else None
-        self.ceilings: Ceilings = replace(measured, host_bandwidth=link and _LINK * link)
+        self.base, self.host_budget, self.followed = terms.base, terms.host_budget, followed
+        link = terms.ceilings.host_bandwidth if terms.host_budget else None
+        self.ceilings: Ceilings = replace(terms.ceilings, host_bandwidth=link and _LINK * link)
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
         self.work, self.values = work_of(nodes, self.storages, self.ceilings)
         self.calls = calls_of(nodes, self.storages)
         self.seconds = sum(self.storages.seconds(n, self.ceilings) for n in nodes)
+        self.part_of: dict[Node, str] = {}
         self.parts = self._cut(nodes, backward)
-        self.base = self._base()
-
-    def _base(self) -> int:
-        """Bytes that are there whatever is planned: on a GPU what is allocated, else what the graph is given."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
-        given = [n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and "tangents" not in str(n.target)]
-        return sum(nbytes_of(n.meta.get("val")) for n in given)
 
     def _cut(self, nodes: Sequence[Node], backward: set[Node]) -> list[tuple[str, Work, list[Node]]]:
         """Name, `Work` and value nodes of each part, in forward order."""
@@ -76,6 +70,7 @@ class Joint:
         groups: list[list[Node]] = [[] for _ in names]
         for n in nodes:
             groups[part[n]].append(n)
+            self.part_of[n] = names[part[n]]
         return [
             (name, *work_of(group, self.storages, self.ceilings, shared))
             for name, group in zip(names, groups, strict=True)
@@ -92,30 +87,34 @@ class Joint:
         Raises: Infeasible.
         """
         segments, parts = self._segments()
+        bandwidth, host = self.ceilings.host_bandwidth, self.host_budget
 
         def at(room: int | None) -> tuple[Plan, dict[Node, str], int]:
-            answer = plan(segments, self.base, room, self.ceilings.host_bandwidth, self.host_budget)
+            answer = plan(segments, self.base, room, bandwidth, host, self.followed)
             return answer, *self._weighed(answer, parts)
 
         fastest = at(None)
         if budget is None or fastest[2] <= budget:
             return fastest
         try:
-            least = plan(segments, self.base, 1, self.ceilings.host_bandwidth, self.host_budget).peak
+            least = plan(segments, self.base, 1, bandwidth, host, self.followed).peak
         except Infeasible as error:
             least = error.smallest
-        best, smallest = None, fastest[2]
-        low, high = 0, _ROOMS
-        while high - low > 1 or (best is None and high):
-            middle = (low + high) // 2
-            found = at(least + (fastest[0].peak - least) * middle // _ROOMS)
-            if found[2] <= budget:
-                low, best = middle, found
-            else:
-                high, smallest = middle, min(smallest, found[2])
-        if best is None:
-            raise Infeasible(budget, smallest)
-        return best
+        rooms = [least + (fastest[0].peak - least) * i // _ROOMS for i in range(_ROOMS)]
+        found = _Found(lambda i: at(rooms[i]))
+        # How far off an estimate may be, for all budgets alike: what the fastest plan's shows, and two rooms.
+        slack = 2 * (abs(fastest[2] - fastest[0].peak) + rooms[1] - rooms[0])
+
+        def fits(i: int, sure: bool) -> bool:
+            by_far = not sure and abs(rooms[i] - budget) > slack
+            return rooms[i] < budget if by_far else found[i][2] <= budget
+
+        best = _last(lambda i: fits(i, False), _ROOMS)
+        if best < 0 or found[best][2] > budget:  # what seemed far from the budget was not
+            best = _last(lambda i: fits(i, True), best if best > 0 else _ROOMS)
+        if best < 0:
+            raise Infeasible(budget, min(peak for _, _, peak in found.values()))
+        return found[best]
 
     def _weighed(self, answer: Plan, parts: list[list[list[Node]]]) -> tuple[dict[Node, str], int]:
         chosen = self._chosen(answer, parts)
@@ -133,7 +132,25 @@ class Joint:
                 assert there, f"{self.values[j]} is read by {self.values[i]} but neither kept nor made again"
 
     def peak(self, chosen: dict[Node, str]) -> int:
-        return self.base + max(self.work.peaks(self._choices(chosen), True, self.ceilings.host_bandwidth))
+        """Bytes that a budget must have; as `planner.plan` says for a graph that others follow."""
+        highest = max(self.work.peaks(self._choices(chosen), True, self.ceilings.host_bandwidth))
+        return self.base + max(highest, 2 * self.kept(chosen) if self.followed else 0)
+
+    def kept(self, chosen: dict[Node, str]) -> int:
+        """Bytes that the forward makes and keeps."""
+        own = [node for node, value in zip(self.values, self.work.values, strict=True) if value.choice != "free"]
+        return sum(nbytes_of(node.meta["val"]) for node in own if chosen.get(node) == "keep")
+
+    def peak_at(self, chosen: dict[Node, str]) -> str:
+        """Where the peak falls: in the forward or backward of which part, at which call."""
+        walks = self.work.walks(self._choices(chosen), True, self.ceilings.host_bandwidth)
+        backward = walks[1][0] > walks[0][0]
+        step, half = walks[backward][1], "backward" if backward else "forward"
+        if step is None:
+            return f"the start of the {half}"
+        calls = {"call": self.calls[backward], "again": self.calls[0]}.get(step.kind, self.values)
+        node = calls[step.index]
+        return f"{half} of {self.part_of.get(node, 'the graph')}, {node.name}"
 
     def steps(self, chosen: dict[Node, str]) -> tuple[list[Step], list[Step]]:
         """What runs in the forward, and in the backward."""
@@ -172,6 +189,35 @@ class Joint:
                     if rank[what] > rank.get(chosen.get(node, "drop"), 0):
                         chosen[node] = "recompute" if late else what
         return chosen
+
+
+class _Found(dict[int, tuple[Plan, dict[Node, str], int]]):
+    """What was looked at."""
+
+    def __init__(self, look: Callable[[int], tuple[Plan, dict[Node, str], int]]) -> None:
+        super().__init__()
+        self.look = look
+
+    def __missing__(self, key: int) -> tuple[Plan, dict[Node, str], int]:
+        self[key] = self.look(key)
+        return self[key]
+
+
+def _last(holds: Callable[[int], bool], n: int) -> int:
+    """By halves, the last of the numbers below `n` for which something holds that does for all before; -1: for none."""
+    low, high = -1, n
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def base_of(gm: GraphModule, device: torch.device) -> int:
+    """Bytes that are there whatever is planned: on a GPU what is allocated, else what the graph is given."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    given = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and "tangents" not in str(n.target)]
+    return sum(nbytes_of(n.meta.get("val")) for n in given)
 
 
 def device_of(gm: GraphModule) -> torch.device:

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels._offload import host_nbytes
-from ..kernels._op import REMADE, WORKSPACE
-from .cost import Ceilings, arguments, move_seconds, nbytes_of, seconds
+from ..kernels._op import REMADE
+from .cost import Ceilings, move_seconds, nbytes_of, seconds, workspace
 from .cost import is_view as _renames
 from .front import Value
 
@@ -54,6 +54,9 @@ class Step(NamedTuple):
     op: Operation
 
 
+Highest = tuple[int, Step | None]  # bytes, and at which step; None: before the first
+
+
 @dataclass(frozen=True)
 class Work:
     """`values` are the forward's; indices from len(values) on are gradients, with their bytes in `gradients`."""
@@ -75,13 +78,17 @@ class Work:
 
         keep_freed  kept values are freed after their last use and count in the backward's peak: for a whole graph
         """
+        forward, backward = self.walks(choices, keep_freed, host_bandwidth)
+        return forward[0], backward[0]
+
+    def walks(self, choices: Sequence[str], keep_freed: bool, host_bandwidth: float | None) -> tuple[Highest, Highest]:
+        """The same, and at which step each peak is."""
         kept = {i for i, c in enumerate(choices) if c == "keep" and self.values[i].choice != "free"}
         free = {i for i, v in enumerate(self.values) if v.choice == "free"}
-        early = [step.op for step in self.forward_steps(choices, host_bandwidth)]
-        forward = self._walk(early, free, kept | set(self.leave_forward), set())
-        steps = [step.op for step in self.backward_steps(choices, host_bandwidth)]
+        forward = self._walk(self.forward_steps(choices, host_bandwidth), free, kept | set(self.leave_forward), set())
         start = kept if keep_freed else set()
         known = free | (set() if keep_freed else kept)
+        steps = self.backward_steps(choices, host_bandwidth)
         return forward, self._walk(steps, known, {*self.leave_backward, *self.returned}, start)
 
     def forward_steps(self, choices: Sequence[str], host_bandwidth: float | None = None) -> list[Step]:
@@ -156,24 +163,27 @@ class Work:
         ensure(self.returned)
         return steps
 
-    def _walk(self, steps: Sequence[Operation], unseen: set[int], stays: set[int], live: set[int]) -> int:
-        """Peak bytes. `unseen` counts nowhere, `stays` is not freed, `live` is there at the start."""
-        last = {i: at for at, op in enumerate(steps) for i in (*op.reads, *op.makes)}
-        first_made = {i for op in steps for i in op.makes}
+    def _walk(self, steps: Sequence[Step], unseen: set[int], stays: set[int], live: set[int]) -> Highest:
+        """`unseen` counts nowhere, `stays` is not freed, `live` is there at the start."""
+        last = {i: at for at, step in enumerate(steps) for i in (*step.op.reads, *step.op.makes)}
+        first_made = {i for step in steps for i in step.op.makes}
         live = {i for i in live if i not in unseen}
         # What is read and made nowhere here comes from outside: it is there from the start.
         live |= {i for i in last if i not in first_made and i not in unseen}
         now = peak = sum(map(self._bytes, live))
-        for at, op in enumerate(steps):
+        highest = None
+        for at, step in enumerate(steps):
+            op = step.op
             new = [i for i in op.makes if i not in live and i not in unseen]
             live.update(new)
             now += sum(map(self._bytes, new))
-            peak = max(peak, now + op.workspace)
+            if now + op.workspace > peak:
+                peak, highest = now + op.workspace, step
             for i in {*op.reads, *op.makes}:
                 if i in live and last[i] == at and i not in stays:
                     live.remove(i)
                     now -= self._bytes(i)
-        return peak
+        return peak, highest
 
     def _bytes(self, i: int) -> int:
         return self.values[i].nbytes if i < len(self.values) else self.gradients[i - len(self.values)]
@@ -253,8 +263,8 @@ def work_of(
     calls = [*forward, *backward]
     own = {root: n for n in forward for root in storages.made(n)}
     read = [root for n in calls for root in storages.read(n) if root not in storages.backward]
-    values = list(dict.fromkeys([*read, *own]))
-    grads = list(dict.fromkeys(g for n in backward for g in [*storages.read(n), *storages.made(n)] if g not in values))
+    values = dict.fromkeys([*read, *own])
+    grads = dict.fromkeys(g for n in backward for g in [*storages.read(n), *storages.made(n)] if g not in values)
     at = {node: i for i, node in enumerate([*values, *grads])}
     needed = {root for n in backward for root in storages.read(n)}
     returned = {storages.roots[n] for n in storages.gradients if n not in storages.backward}
@@ -303,7 +313,7 @@ def work_of(
         tuple((at[root], op) for root, op in twins.items()),
         tuple(at[v] for v in own if v in returned),
     )
-    return work, values
+    return work, list(values)
 
 
 def remaking(call: Node) -> tuple[Any, tuple[Any, ...]] | None:
@@ -383,12 +393,3 @@ def is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and is_view(node.args[0])
     return _renames(node)
-
-
-def workspace(call: Node) -> int:
-    """Bytes that an operator of this package allocates and frees again while it runs."""
-    by: Any = WORKSPACE.get(call.target)  # pyright: ignore[reportArgumentType]
-    if by is None:
-        return 0
-    args, kwargs = arguments(call)
-    return by(*args, **kwargs)

@@ -7,10 +7,11 @@ so that the peak stays in the budget.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .front import ROW, SCALE, TIE, Choice, Program, Segment, front
+from .front import FEW, LEVELS, ROW, SCALE, TIE, Choice, Program, Segment, Value, front
 
 DIFFERENT = 3  # different choices among the copies of a segment
 _MANY = 8  # copies, from which on only the points of a front are looked at that mixtures of others do not beat
@@ -48,17 +49,20 @@ def plan(
     budget: int | None,
     host_bandwidth: float | None = None,
     host_budget: int = 0,
+    followed: bool = False,
 ) -> Plan:
     """The fastest plan whose peak is at most `budget` bytes and which holds at most `host_budget` bytes on the host.
 
     segments  in forward order
     base      bytes that are there all the time: parameters, optimizer state
     budget    None: the fastest choice everywhere
+    followed  more runs after the last forward, nobody knows yet what: as much as is kept is left free for it
 
     Memory, over the copies i of all segments in forward order:
         forward of i     base + sum of kept over j < i + forward of i
         backward of i    base + sum of kept over j <= i + backward of i + sum of grad_nbytes over j > i
         at the end       base + sum of grad_nbytes over all
+        if followed      base + twice the sum of kept over all
     A segment's copies take at most `DIFFERENT` different choices of its front, in the order of `_in_order`.
     Among such plans the result is optimal, to 1e-7 of the largest sum of seconds and some 1e-6 of the budget, so a
     larger budget never gives a slower plan. Only a search cut off after `NODES` nodes leaves a gap, which dozens of
@@ -66,26 +70,38 @@ def plan(
 
     Raises: Infeasible, with the least peak that can be reached.
     """
-    points = [_in_order(_useful(front(s, host_bandwidth, host_budget or None), s, host_budget), s) for s in segments]
+    points = [_in_order(p, s) for s, p in zip(segments, _fronts(segments, host_bandwidth, host_budget), strict=True)]
     layers = [[min(p, key=lambda c: (c.seconds, c.kept))] * s.count for p, s in zip(points, segments, strict=True)]
     least = bound = sum(c.seconds for copies in layers for c in copies)
-    if budget is not None and _peak(segments, layers, base)[0] > budget:
-        layers, bound = _fitted(segments, points, base, budget, host_budget)
+    if budget is not None and _peak(segments, layers, base, followed)[0] > budget:
+        layers, bound = _fitted(segments, points, base, budget, host_budget, followed)
     copies = [c for some in layers for c in some]
     seconds = max(sum(c.seconds for c in copies) - least, 0.0)
     lower = min(max(bound - least, 0.0), seconds)
     gap = (seconds - lower) / seconds if seconds else 0.0
     host = sum(c.offloaded for c in copies)
-    return Plan(tuple(map(tuple, layers)), *_peak(segments, layers, base), seconds, lower, gap, host)
+    return Plan(tuple(map(tuple, layers)), *_peak(segments, layers, base, followed), seconds, lower, gap, host)
 
 
-def _useful(points: Sequence[Choice], segment: Segment, host_budget: int) -> list[Choice]:
-    """Points within the host's budget; for many copies, those on the lower hulls of seconds over bytes."""
-    allowed = [p for p in points if p.offloaded <= host_budget]
-    if segment.count < _MANY:
-        return allowed
-    on = {id(p) for backward in (0, 1) for p in _lower_hull(allowed, lambda p, b=backward: p.kept + b * p.backward)}
-    return [p for p in allowed if id(p) in on]
+def _fronts(segments: Sequence[Segment], host_bandwidth: float | None, host_budget: int) -> list[list[Choice]]:
+    """Points of each segment, few where all its equals hold less than one part in `_MANY` of all bytes."""
+    sizes = [s.count * sum(v.nbytes for v in s.values if v.choice != "free") for s in segments]
+    alike: Counter[tuple[Value, ...]] = Counter()
+    for s, size in zip(segments, sizes, strict=True):
+        alike[s.values] += size
+    small = sum(sizes) / _MANY
+    fronts = []
+    for s, size in zip(segments, sizes, strict=True):
+        points = front(s, host_bandwidth, host_budget or None, LEVELS if alike[s.values] >= small else FEW)
+        points = [p for p in points if p.offloaded <= host_budget]
+        fronts.append(_useful(points) if s.count >= _MANY or size < small else points)
+    return fronts
+
+
+def _useful(points: Sequence[Choice]) -> list[Choice]:
+    """Those on the lower hulls of seconds over bytes."""
+    on = {id(p) for backward in (0, 1) for p in _lower_hull(points, lambda p, b=backward: p.kept + b * p.backward)}
+    return [p for p in points if id(p) in on]
 
 
 def _lower_hull(points: Sequence[Choice], nbytes: Callable[[Choice], int]) -> list[Choice]:
@@ -112,7 +128,9 @@ def _in_order(points: Sequence[Choice], segment: Segment) -> list[Choice]:
     return [*sorted(falls, key=lambda p: p.kept + p.backward), *sorted(rises, key=lambda p: (-p.backward, p.kept))]
 
 
-def _peak(segments: Sequence[Segment], layers: Sequence[Sequence[Choice]], base: int) -> tuple[int, str]:
+def _peak(
+    segments: Sequence[Segment], layers: Sequence[Sequence[Choice]], base: int, followed: bool
+) -> tuple[int, str]:
     """The highest of the sums that `plan` lists, and where it is."""
     grads = sum(s.grad_nbytes * s.count for s in segments)
     kept, peaks = base, [(base + grads, "the end of the backward")]
@@ -123,35 +141,42 @@ def _peak(segments: Sequence[Segment], layers: Sequence[Sequence[Choice]], base:
             kept += copy.kept
             grads -= segment.grad_nbytes
             peaks.append((kept + copy.backward + grads, f"backward of {name}"))
+    if followed:
+        peaks.append((2 * kept - base, "what follows"))
     return max(peaks, key=lambda peak: peak[0])
 
 
 def _fitted(
-    segments: Sequence[Segment], points: list[list[Choice]], base: int, budget: int, host_budget: int
+    segments: Sequence[Segment], points: list[list[Choice]], base: int, budget: int, host_budget: int, followed: bool
 ) -> tuple[list[list[Choice]], float]:
     """Choices for each copy within the budget, and the least seconds that any can have. Raises: Infeasible"""
     room = budget - base
-    while (solved := _solved(segments, points, room, host_budget)) is not None:
-        if (peak := _peak(segments, solved[0], base)[0]) <= budget:
+    while (solved := _solved(segments, points, room, host_budget, followed)) is not None:
+        if (peak := _peak(segments, solved[0], base, followed)[0]) <= budget:
             return solved
         room -= 2 * (peak - base - room)  # over by the solver's tolerance; three times as far below the next time
-    layers, _ = _solved(segments, points, None, host_budget) or (_uniform(segments, points, base), 0.0)
-    if (least := _peak(segments, layers, base)[0]) > budget:
+    layers, _ = _solved(segments, points, None, host_budget, followed) or (
+        _uniform(segments, points, base, followed),
+        0.0,
+    )
+    if (least := _peak(segments, layers, base, followed)[0]) > budget:
         raise Infeasible(budget, least)
     return layers, 0.0
 
 
-def _uniform(segments: Sequence[Segment], points: Sequence[list[Choice]], base: int) -> list[list[Choice]]:
+def _uniform(
+    segments: Sequence[Segment], points: Sequence[list[Choice]], base: int, followed: bool
+) -> list[list[Choice]]:
     """Without HiGHS, should it fail: one choice for all copies of a segment, none offloaded, that lowers the peak."""
     layers = [[min(p, key=lambda p: (p.offloaded, p.kept))] * s.count for p, s in zip(points, segments, strict=True)]
     for i, mine in enumerate(points):
         some = [[*layers[:i], [p] * segments[i].count, *layers[i + 1 :]] for p in mine if not p.offloaded]
-        layers = min(some, key=lambda layers: _peak(segments, layers, base)[0])
+        layers = min(some, key=lambda layers: _peak(segments, layers, base, followed)[0])
     return layers
 
 
 def _solved(
-    segments: Sequence[Segment], points: Sequence[list[Choice]], room: int | None, host_budget: int
+    segments: Sequence[Segment], points: Sequence[list[Choice]], room: int | None, host_budget: int, followed: bool
 ) -> tuple[list[list[Choice]], float] | None:
     """The fastest counts of points with a peak of at most `room` bytes beyond `base`; without it, the least peak.
 
@@ -175,6 +200,8 @@ def _solved(
         before, earlier = program.variable(), before  # bytes that earlier segments keep
         program.row([(earlier, 1.0), (before, -1.0), *((v, p.kept * unit) for v, p in n)], 0.0, 0.0)
         counts.append(n)
+    if followed:
+        program.row([(before, 2.0), (peak, -1.0)], high=0.0)
     flat = [pair for some in counts for pair in some]
     program.row([(v, p.offloaded / max(host_budget, 1)) for v, p in flat], high=min(host_budget, 1))
     second = SCALE / (sum(max(p.seconds for p in mine) * s.count for s, mine in pairs) or 1.0)
@@ -192,11 +219,13 @@ def _runs(
     """The variables that say how many copies take each point, and the rows that hold their peaks; see `_solved`."""
     count, grad = segment.count, segment.grad_nbytes
     n = [program.variable(count, integral=True) for _ in points]
-    used = [program.variable(1.0, integral=True) for _ in points]
+    used = n if count == 1 else [program.variable(1.0, integral=True) for _ in points]
     program.row([(v, 1.0) for v in n], count, count)
-    program.row([(v, 1.0) for v in used], high=DIFFERENT)
+    if count > 1:
+        program.row([(v, 1.0) for v in used], high=DIFFERENT)
     for i, p in enumerate(points):
-        program.row([(n[i], 1.0), (used[i], -count)], high=0.0)
+        if count > 1:
+            program.row([(n[i], 1.0), (used[i], -count)], high=0.0)
         grows = p.kept > grad
         left = [(n[q], (points[q].kept - grad) * unit) for q in range(i + 1 if grows else i)]
         own = p.backward if grows else p.kept + p.backward - grad

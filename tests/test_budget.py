@@ -185,6 +185,8 @@ def test_explain_tells_the_plan(watch):
     kept = sum(row.kept for row in plan.kinds)
     assert kept == pytest.approx(sum(half.sizes()[p] for p in half.saved()), rel=0.05)
     assert {f"layers.{i}" for i in range(3)} <= {row.name for row in plan.layers}
+    where = re.fullmatch(r"(forward|backward) of (layers\.\d|before the layers|after the layers), (\w+)", plan.peak_at)
+    assert where, plan.peak_at
     text = str(report)
-    assert "predicted peak" in text and all(row.name in text for row in (*plan.kinds, *plan.layers))
+    assert f"({plan.peak_at})" in text and all(row.name in text for row in (*plan.kinds, *plan.layers))
     assert explain(model, x).plan is None

@@ -1,5 +1,7 @@
 """Memory budgets over graphs of other kinds: the same bits, and never over."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,22 +18,71 @@ from _stack import (
     least_of,
     step,
 )
+from fused_backend.compiler import budget
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+
+class Halves(nn.Module):
+    def __init__(self, a, b):
+        super().__init__()
+        self.a, self.b = a, b
+
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x)
 
 
 def test_two_graphs_in_a_step(watch):
-    class Halves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = Layer(), Stack(3)
-
-        def forward(self, x):
-            x = self.a(x)
-            torch._dynamo.graph_break()
-            return self.b(x)
-
-    model, x = Halves(), data()
+    model, x = Halves(Layer(), Stack(3)), data()
     close_to_eager(model, lambda m: m(x), assert_same_under_budgets(model, lambda m: m(x), watch, graphs=2))
+
+
+def kept(half):
+    """Bytes that the forward of a graph keeps for its backward."""
+    return sum(n.meta["val"].nbytes for n, what in half.chosen.items() if what == "keep" and n.op != "placeholder")
+
+
+def test_a_graph_leaves_room_for_those_behind_a_break(watch):
+    """As much as it keeps; a graph that nothing follows takes all."""
+    model, x = Halves(nn.Sequential(*(Layer() for _ in range(3))), Stack(1)), data()
+    compiled(model, HUGE)(x)
+    first, second = watch.halves[-2:]
+    joint = first.joint
+    assert joint.followed and not second.joint.followed
+    most = joint.plan(None)[2]
+    assert most == joint.base + 2 * kept(first)
+    given = (most + joint.base) // 2
+    want = step(model, lambda: model(x))
+    module = compiled(model, given)
+    for mine, expected in zip(step(model, lambda: module(x)), want, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+    assert 0 < 2 * kept(watch.halves[-2]) <= given - joint.base
+    behind = "remove the graph break after this graph: as much as it keeps is left to those behind it"
+    with pytest.raises(BackendCompilerFailed, match=behind):
+        compiled(model, joint.base + 1000)(x)
+
+
+def test_a_budget_that_earlier_graphs_take_up(watch, monkeypatch):
+    """Half of what is added to it goes to them, which the error counts in."""
+    model, x = Halves(nn.Sequential(Layer(), Layer()), Stack(3)), data()
+    compiled(model, HUGE)(x)
+    first, second = watch.halves[-2:]
+    bases, before = [first.joint.base, second.joint.base], len(watch.halves)
+
+    def base_of(gm, device):  # as on a GPU, where what the first graph keeps is allocated
+        done = watch.halves[before:]
+        return bases[1] + kept(done[0]) if done else bases[0]
+
+    monkeypatch.setattr(budget, "base_of", base_of)
+    given = needed(second.joint)[1] + kept(first) // 4
+    ahead = "remove the graph break before this graph: what came before it keeps its part"
+    with pytest.raises(BackendCompilerFailed, match=ahead) as error:
+        compiled(model, given)(x)
+    stated = re.search(r"is below ([\d.]+ MiB)", str(error.value)).group(1)
+    before = len(watch.halves)
+    compiled(model, stated.replace(" ", ""))(x).backward()
 
 
 def test_a_backward_twice(watch):

@@ -4,9 +4,9 @@ import operator
 
 import pytest
 import torch
-from fused_backend.compiler.cost import ceilings
+from fused_backend.compiler.cost import ceilings, workspace
 from fused_backend.compiler.front import Value
-from fused_backend.compiler.memory import Operation, Storages, Work, is_view, work_of, workspace
+from fused_backend.compiler.memory import Operation, Storages, Work, is_view, work_of
 from fused_backend.compiler.partition import backward_nodes
 from fused_backend.kernels._op import WORKSPACE
 from torch._subclasses import FakeTensorMode

@@ -8,7 +8,7 @@ import torch
 from _alive import count, named
 from _models import tiny
 from _stack import Stack, assert_same_under_budgets, data
-from fused_backend.compiler import joint, memory
+from fused_backend.compiler import budget, memory
 from fused_backend.compiler.budget import Request
 from fused_backend.compiler.cost import NOMINAL
 from fused_backend.compiler.memory import Step
@@ -129,7 +129,7 @@ def test_what_is_made_again_may_read_what_comes_back():
 def sending(monkeypatch):
     """A CPU that plans as if there were a host to send to, even the smallest values, and much time to do it."""
     given = replace(NOMINAL, host_bandwidth=1e15)
-    monkeypatch.setattr(joint, "ceilings", lambda device: given)
+    monkeypatch.setattr(budget, "ceilings", lambda device: given)
     monkeypatch.setattr(memory, "LEAST_SENT", 1)
     monkeypatch.setattr(Request, "host_bytes_on", lambda self, device: 2**30 if self.host_budget is None else 0)
 

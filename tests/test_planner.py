@@ -139,18 +139,18 @@ def test_each_offloading_point_is_the_fastest_too(values, which, compute):
     assert min(p.kept for p in points) == min(possible)[0]
 
 
-def peak_of(segments, layers, base):
+def peak_of(segments, layers, base, followed=False):
     """The formula of `plan`, copy by copy."""
     copies = [(c, s.grad_nbytes) for s, some in zip(segments, layers, strict=True) for c in some]
     peaks = [base + sum(g for _, g in copies)]
     for i, (c, _) in enumerate(copies):
         peaks.append(base + sum(d.kept for d, _ in copies[:i]) + c.forward)
         peaks.append(base + sum(d.kept for d, _ in copies[: i + 1]) + c.backward + sum(g for _, g in copies[i + 1 :]))
-    return max(peaks)
+    return max(*peaks, base + followed * 2 * sum(c.kept for c, _ in copies))
 
 
-def assert_holds(made, segments, base, budget, host_budget=0):
-    assert made.peak == peak_of(segments, made.layers, base) <= budget
+def assert_holds(made, segments, base, budget, host_budget=0, followed=False):
+    assert made.peak == peak_of(segments, made.layers, base, followed) <= budget
     assert made.host == sum(c.offloaded for some in made.layers for c in some) <= host_budget
     assert [len(some) for some in made.layers] == [s.count for s in segments]
     assert all(len(set(some)) <= DIFFERENT for some in made.layers)
@@ -169,22 +169,24 @@ def transient_of(values, workspace=5):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(graphs(most=6), graphs(most=4), st.integers(2, 3), st.integers(0, 25), st.integers(0, 20), st.data())
-def test_a_plan_is_the_best_of_all(values, others, count, grad, workspace, data):
+@given(
+    graphs(most=6), graphs(most=4), st.integers(2, 3), st.integers(0, 25), st.integers(0, 20), st.booleans(), st.data()
+)
+def test_a_plan_is_the_best_of_all(values, others, count, grad, workspace, followed, data):
     segments = [
         Segment("first", others, 1, 3, transient_of(others, workspace)),
         Segment("layers", values, count, grad, transient_of(values, 5)),
     ]
     points = [front(s) for s in segments]
     every = [(first, *rest) for first in points[0] for rest in itertools.product(points[1], repeat=count)]
-    figures = sorted((peak_of(segments, [p[:1], p[1:]], 100), sum(c.seconds for c in p)) for p in every)
+    figures = sorted((peak_of(segments, [p[:1], p[1:]], 100, followed), sum(c.seconds for c in p)) for p in every)
     least, fastest = figures[0][0], min(seconds for _, seconds in figures)
     with pytest.raises(Infeasible) as error:
-        plan(segments, 100, least - 1)
+        plan(segments, 100, least - 1, followed=followed)
     assert error.value.smallest == least
     for budget in {least, data.draw(st.integers(least, max(peak for peak, _ in figures)))}:
-        made = plan(segments, 100, budget)
-        assert_holds(made, segments, 100, budget)
+        made = plan(segments, 100, budget, followed=followed)
+        assert_holds(made, segments, 100, budget, followed=followed)
         assert made.seconds == min(seconds for peak, seconds in figures if peak <= budget) - fastest
         assert made.gap == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -167,14 +168,18 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     return report
 
 
+_runs = itertools.count()
+
+
 def run_untouched(model: Callable[..., Any], backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """One compiled forward after which parameters, buffers, the random state and what is compiled are as before."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    # Dynamo keeps what it compiles with the code object, up to a limit: a code object of our own, not the model's.
-    run.__code__ = run.__code__.replace()
+    # Dynamo keeps what it compiles with the code object, up to a limit, and by the code's name what differed between
+    # calls: a code object and a name of our own, for each model.
+    run.__code__ = run.__code__.replace(co_name=f"run_{next(_runs)}")
     own = model if isinstance(model, torch.nn.Module) else None
     compiled_in_place = getattr(own, "_compiled_call_impl", None)
     buffers = [(b, b.detach().clone()) for b in own.buffers()] if own is not None else []

@@ -18,55 +18,12 @@ from torch import Tensor
 from ..derivations import rope as formulas
 from ._launch import cdiv, inline, next_power_of_2, tl, triton
 from ._op import define_backward, define_op, nbytes
+from ._pairs import empty_heads, load_pairs, load_table, parted, parted_tables, store_pairs, table_strides
 
 _first = inline(formulas.first)
 _second = inline(formulas.second)
 _transposed_first = inline(formulas.transposed_first)
 _transposed_second = inline(formulas.transposed_second)
-
-
-@triton.jit
-def _load_pairs(rows, stride, mask, R: tl.constexpr, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both channels of every pair, (heads, BLOCK_N) fp32 each; `rows` (heads, 1) points at channel 0."""
-    if INTERLEAVED:
-        # Partners are neighbours in memory: one wide load, parted in registers.
-        channels = tl.arange(0, 2 * BLOCK_N)[None, :]
-        x = tl.load(rows + channels.to(tl.int64) * stride, mask=mask & (channels < R), other=0.0)
-        x1, x2 = tl.split(tl.reshape(x, (x.shape[0], BLOCK_N, 2)))
-    else:
-        pairs = tl.arange(0, BLOCK_N)[None, :]
-        mask = mask & (pairs < R // 2)
-        x1 = tl.load(rows + pairs.to(tl.int64) * stride, mask=mask, other=0.0)
-        x2 = tl.load(rows + (pairs + R // 2).to(tl.int64) * stride, mask=mask, other=0.0)
-    return x1.to(tl.float32), x2.to(tl.float32)
-
-
-@triton.jit
-def _store_pairs(rows, y1, y2, mask, R: tl.constexpr, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The reverse of `_load_pairs`, rounded, into adjacent channels."""
-    dtype = rows.dtype.element_ty
-    if INTERLEAVED:
-        channels = tl.arange(0, 2 * BLOCK_N)[None, :]
-        tl.store(rows + channels, tl.interleave(y1, y2).to(dtype), mask=mask & (channels < R))
-    else:
-        pairs = tl.arange(0, BLOCK_N)[None, :]
-        mask = mask & (pairs < R // 2)
-        tl.store(rows + pairs, y1.to(dtype), mask=mask)
-        tl.store(rows + (pairs + R // 2), y2.to(dtype), mask=mask)
-
-
-@triton.jit
-def _load_table(row, stride, R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What multiplies the first and the second channel of every pair, (1, BLOCK_N) fp32 each."""
-    pairs = tl.arange(0, BLOCK_N)[None, :]
-    mask = pairs < R // 2
-    at = pairs * 2 if WIDE and INTERLEAVED else pairs
-    t1 = tl.load(row + at.to(tl.int64) * stride, mask=mask, other=0.0).to(tl.float32)
-    t2 = t1
-    if WIDE:
-        at = at + (1 if INTERLEAVED else R // 2)
-        t2 = tl.load(row + at.to(tl.int64) * stride, mask=mask, other=0.0).to(tl.float32)
-    return t1, t2
 
 
 @triton.jit
@@ -135,26 +92,26 @@ def rope_fwd_kernel(
     mask = heads < H
     q_rows = q_ptr + (batch * q_batch_stride + position * q_position_stride) + heads * q_head_stride
     yq_rows = yq_ptr + token * H * K + heads * K
-    q1, q2 = _load_pairs(q_rows, q_channel_stride, mask, R, BLOCK_N, INTERLEAVED)
+    q1, q2 = load_pairs(q_rows, q_channel_stride, mask, R, BLOCK_N, INTERLEAVED)
     # k is loaded before anything waits for q.
     if HAS_K:
         k_heads = tl.program_id(1).to(tl.int64) * BLOCK_HK + tl.arange(0, BLOCK_HK)[:, None]
         k_mask = k_heads < HK
         k_rows = k_ptr + (batch * k_batch_stride + position * k_position_stride) + k_heads * k_head_stride
         yk_rows = yk_ptr + token * HK * K + k_heads * K
-        k1, k2 = _load_pairs(k_rows, k_channel_stride, k_mask, R, BLOCK_N, INTERLEAVED)
+        k1, k2 = load_pairs(k_rows, k_channel_stride, k_mask, R, BLOCK_N, INTERLEAVED)
 
     cos_row = cos_ptr + (batch * cos_batch_stride + position * cos_position_stride)
     sin_row = sin_ptr + (batch * sin_batch_stride + position * sin_position_stride)
-    c1, c2 = _load_table(cos_row, cos_channel_stride, R, BLOCK_N, WIDE, INTERLEAVED)
-    s1, s2 = _load_table(sin_row, sin_channel_stride, R, BLOCK_N, WIDE, INTERLEAVED)
+    c1, c2 = load_table(cos_row, cos_channel_stride, R, BLOCK_N, WIDE, INTERLEAVED)
+    s1, s2 = load_table(sin_row, sin_channel_stride, R, BLOCK_N, WIDE, INTERLEAVED)
 
     y1, y2 = _turn(q1, q2, c1, c2, s1, s2, INVERSE)
-    _store_pairs(yq_rows, y1, y2, mask, R, BLOCK_N, INTERLEAVED)
+    store_pairs(yq_rows, y1, y2, mask, R, BLOCK_N, INTERLEAVED)
     _copy_rest(q_rows, q_channel_stride, yq_rows, mask, R, K, BLOCK_REST)
     if HAS_K:
         y1, y2 = _turn(k1, k2, c1, c2, s1, s2, INVERSE)
-        _store_pairs(yk_rows, y1, y2, k_mask, R, BLOCK_N, INTERLEAVED)
+        store_pairs(yk_rows, y1, y2, k_mask, R, BLOCK_N, INTERLEAVED)
         _copy_rest(k_rows, k_channel_stride, yk_rows, k_mask, R, K, BLOCK_REST)
 
 
@@ -199,17 +156,6 @@ def _check_all(x: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, 
         raise _wrong(rule, tuple(cos.shape), x, "Slice or expand them")
 
 
-def _empty(x: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """(B, H, S, K) over (B, S, H, K) memory: as projections lay q out, so later transposes back are free."""
-    b, h, s, channels = x.shape
-    return x.new_empty((b, s, h, channels), dtype=out_dtype).transpose(1, 2)
-
-
-def _table_layout(table: Tensor) -> tuple[int, int, int]:
-    batch, position, channel = table.stride()
-    return (0 if table.shape[0] == 1 else batch), position, channel
-
-
 def _launch(
     q: Tensor,
     k: Tensor | None,
@@ -223,8 +169,8 @@ def _launch(
     """q and k rotated; without k, both results are the rotated q."""
     b, h, s, channels = q.shape
     hk = 0 if k is None else k.shape[1]
-    yq = _empty(q, out_dtype)
-    yk = yq if k is None else _empty(k, out_dtype)
+    yq = empty_heads(q, out_dtype)
+    yk = yq if k is None else empty_heads(k, out_dtype)
     if b * s * max(h, hk) == 0:
         return yq, yk
     # At most 4096 channels of q a program, 32 heads of 128: registers for several programs per processor.
@@ -241,8 +187,8 @@ def _launch(
         hk,
         *q.stride(),
         *(q if k is None else k).stride(),
-        *_table_layout(cos),
-        *_table_layout(sin),
+        *table_strides(cos),
+        *table_strides(sin),
         K=channels,
         R=rotary_dim,
         WIDE=cos.shape[2] == rotary_dim,
@@ -273,14 +219,6 @@ def rope_qk_triton(q: Tensor, k: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     return _launch(q, k, *how)
 
 
-def _pairs(t: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and of the second channel of every pair."""
-    if interleaved:
-        return t[..., ::2], t[..., 1::2]
-    first, second = t.chunk(2, dim=-1)
-    return first, second
-
-
 def _rotate(
     x: Tensor,
     cos: Tensor,
@@ -292,14 +230,11 @@ def _rotate(
 ) -> Tensor:
     """The kernel in torch."""
     wide = torch.float64 if torch.float64 in (x.dtype, out_dtype) else torch.float32
-    cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
-    per_channel = cos.shape[-1] == rotary_dim
-    c1, c2 = _pairs(cos, interleaved) if per_channel else (cos, cos)
-    s1, s2 = _pairs(sin, interleaved) if per_channel else (sin, sin)
-    x1, x2 = _pairs(x[..., :rotary_dim].to(wide), interleaved)
+    c1, c2, s1, s2 = parted_tables(cos, sin, rotary_dim, interleaved, wide)
+    x1, x2 = parted(x[..., :rotary_dim].to(wide), interleaved)
 
-    y = _empty(x, out_dtype)
-    y1, y2 = _pairs(y[..., :rotary_dim], interleaved)
+    y = empty_heads(x, out_dtype)
+    y1, y2 = parted(y[..., :rotary_dim], interleaved)
     y1.copy_(formulas.transposed_first(x1, x2, c1, s2) if inverse else formulas.first(x1, x2, c1, s1))
     y2.copy_(formulas.transposed_second(x1, x2, c2, s1) if inverse else formulas.second(x1, x2, c2, s2))
     y[..., rotary_dim:].copy_(x[..., rotary_dim:])
@@ -318,12 +253,12 @@ def rope_qk_reference(q: Tensor, k: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
 
 def rope_fake(x: Tensor, *how: Any) -> Tensor:
     _check(x, x, *how)
-    return _empty(x, how[-1])
+    return empty_heads(x, how[-1])
 
 
 def rope_qk_fake(q: Tensor, k: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, *how)
-    return _empty(q, how[-1]), _empty(k, how[-1])
+    return empty_heads(q, how[-1]), empty_heads(k, how[-1])
 
 
 def _bytes_moved(*args: Any) -> int:

@@ -7,6 +7,7 @@ keep reading the same numbers. What can go wrong is the gradient (part of a matc
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -331,23 +332,21 @@ def _apply_idioms(rewriter: Rewriter, fusion: Fusion) -> None:
     sites = {id(v): v for v in rewriter.values if fusion.anchor(v)}
     open_sites = dict(sites)
     reasons: dict[int, str] = {}
-    for idiom in fusion.idioms:
+    # Outermost first: a spelling that ends in a cast would match without it too, its input then being a cast as well.
+    for value, idiom in itertools.product(reversed(list(rewriter.values)), fusion.idioms):
         if not open_sites:
             return
-        for value in list(rewriter.values):
-            match = unify(idiom, value) if value.nodes else None
-            covered = [id(v) for v in match.interior if id(v) in sites] if match else []
-            if match is None or not covered or not all(c in open_sites for c in covered):
-                continue
-            reason = (
-                rewriter.unsafe(match.root, match.interior) or fusion.refuse(match) or _emit(rewriter, fusion, match)
-            )
-            if reason is not None:
-                reasons.setdefault(covered[0], reason)
-                continue
-            for c in covered:
-                del open_sites[c]
-            rewriter.fused(fusion.name, match.root, fusion.saved_bytes(match), idiom.name)
+        match = unify(idiom, value) if value.nodes else None
+        covered = [id(v) for v in match.interior if id(v) in sites] if match else []
+        if match is None or not covered or not all(c in open_sites for c in covered):
+            continue
+        reason = rewriter.unsafe(match.root, match.interior) or fusion.refuse(match) or _emit(rewriter, fusion, match)
+        if reason is not None:
+            reasons.setdefault(covered[0], reason)
+            continue
+        for c in covered:
+            del open_sites[c]
+        rewriter.fused(fusion.name, match.root, fusion.saved_bytes(match), idiom.name)
     for key, site in open_sites.items():
         rewriter.refused(fusion.name, site, reasons.get(key) or _nearest_miss(rewriter, fusion, site))
 

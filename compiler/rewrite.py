@@ -332,10 +332,11 @@ def _apply_idioms(rewriter: Rewriter, fusion: Fusion) -> None:
     sites = {id(v): v for v in rewriter.values if fusion.anchor(v)}
     open_sites = dict(sites)
     reasons: dict[int, str] = {}
+    matches: list[Match] = []
     # Outermost first: a spelling that ends in a cast would match without it too, its input then being a cast as well.
     for value, idiom in itertools.product(reversed(list(rewriter.values)), fusion.idioms):
         if not open_sites:
-            return
+            break
         match = unify(idiom, value) if value.nodes else None
         covered = [id(v) for v in match.interior if id(v) in sites] if match else []
         if match is None or not covered or not all(c in open_sites for c in covered):
@@ -346,7 +347,9 @@ def _apply_idioms(rewriter: Rewriter, fusion: Fusion) -> None:
             continue
         for c in covered:
             del open_sites[c]
-        rewriter.fused(fusion.name, match.root, fusion.saved_bytes(match), idiom.name)
+        matches.append(match)
+    for match in reversed(matches):
+        rewriter.fused(fusion.name, match.root, fusion.saved_bytes(match), match.idiom.name)
     for key, site in open_sites.items():
         rewriter.refused(fusion.name, site, reasons.get(key) or _nearest_miss(rewriter, fusion, site))
 

@@ -1,9 +1,16 @@
 """swiglu: which spellings the pattern recognises, which look-alikes it refuses, and that the numbers are right."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from _graphs import assert_fused, assert_refused, assert_unseen, operators
+from _graphs import OPTIONS, assert_fused, assert_refused, assert_unseen, operators
+from _oracle import judge
+from fused_backend.compiler import explain
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 
 
 def gate_and_up(*shape, dtype=torch.float32):
@@ -192,3 +199,33 @@ def test_an_operator_that_refuses_its_arguments_leaves_the_graph_alone(monkeypat
 
     monkeypatch.setattr("fused_backend.kernels.swiglu.check", refuse)
     assert_refused(lambda gate, up: F.silu(gate) * up, gate_and_up(3, 8), "swiglu", "not these")
+
+
+def experts_of(kind, implementation):
+    """The layer as a function of hidden states, routing weights and parameters."""
+    config = SimpleNamespace(
+        num_local_experts=2, hidden_size=16, intermediate_size=16, hidden_act="silu", swiglu_alpha=1.702,
+        swiglu_limit=LIMIT, _experts_implementation=implementation,
+    )  # fmt: skip
+    module, chosen = kind(config), torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [0, 1]])
+    named = dict(module.named_parameters())
+
+    def run(x, weights, *parameters):
+        return torch.func.functional_call(module, dict(zip(named, parameters, strict=True)), (x, chosen, weights))
+
+    return run, [p.shape for p in named.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("kind", [GptOssExperts, MiniMaxM3VLExperts, DeepseekV4Experts])
+def test_limited_experts_are_fused_however_they_are_multiplied(kind, implementation, dtype):
+    run, shapes = experts_of(kind, implementation)
+    inputs = [(torch.randn(shape) / 2).to(dtype).requires_grad_() for shape in ((5, 16), (5, 2), *shapes)]
+    if implementation != "grouped_mm":
+        assert_fused(run, inputs, "swiglu")
+        return
+    assert explain(run, *inputs).counts() == {"swiglu": (1, 0)}
+    torch._dynamo.reset()
+    by_batches, _ = experts_of(kind, "batched_mm")  # grouped products have no float64
+    judge(torch.compile(run, backend="fused", options=OPTIONS), by_batches, inputs, [torch.randn(5, 16)], largest=False)

@@ -114,6 +114,8 @@ class _Attempt:
 def unify(idiom: Idiom, value: Value, near: Near | None = None) -> Match | None:
     """The match of `idiom` whose result is `value`, or None with the closest point of failure left in `near`."""
     pattern = traced(idiom)
+    if near is None and pattern.root.op not in (value.op, "convert"):
+        return None
     near = near if near is not None else Near()
     for attempt in _unify(pattern.root, value, _Attempt(pattern, near)):
         if all(_dtype_holds(attempt, *check) for check in attempt.dtypes):

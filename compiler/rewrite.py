@@ -7,6 +7,7 @@ keep reading the same numbers. What can go wrong is the gradient (part of a matc
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -115,20 +116,27 @@ class Rewriter:
             while hidden := [v for v in inputs if not v.nodes and v.inputs()]:  # what autocast makes of something
                 inputs = [v for v in inputs if v not in hidden] + [i for v in hidden for i in v.inputs()]
             touched += [(node, v.fake) for node in value.nodes for v in (value, *inputs)]
-        if self.written_since(touched):
+        if self.written_since(touched, [root]):
             return "an input or part of it is modified in place, and not before all of it is computed"
         return None
 
-    def written_since(self, touched: Iterable[tuple[Node, Any]]) -> bool:
+    def written_since(self, touched: Iterable[tuple[Node, Any]], roots: Iterable[Value] = ()) -> bool:
         """Is a tensor, or a view of it, written to after the first node that touches it?
 
         What is written to before is as good as any other. After, an operator may have kept it for its backward.
         """
+        own = {storage(root.fake) for root in roots if self.may_be_written(root)}
         for node, fake in touched:
             writers = self.canonical.mutated.get(storage(fake) or 0)
-            if writers is not None and (not writers or any(node <= w for w in writers)):
+            if writers is not None and storage(fake) not in own and (not writers or any(node <= w for w in writers)):
                 return True
         return False
+
+    def may_be_written(self, root: Value) -> bool:
+        """Is it a loss, made anew, that the model then adds to in place? No backward of ours reads such a result."""
+        key = storage(root.fake)
+        same = (n for n in self.graph.nodes if storage(n.meta.get("example_value")) == key)
+        return root.shape == () and bool(self.canonical.mutated.get(key or 0)) and next(same) in root.nodes
 
     # --- writing
 
@@ -247,18 +255,17 @@ class _Writer:
 
     def misfit(self, results: list[Node]) -> str | None:
         """The last line of defence: the operator's result must look like what it replaces and read what it read."""
-        if any(storage(root.fake) in self.rewriter.canonical.mutated for root in self.roots):
+        rewriter, mutated = self.rewriter, self.rewriter.canonical.mutated
+        if any(storage(root.fake) in mutated and not rewriter.may_be_written(root) for root in self.roots):
             return "the result is modified in place"
-        if self.rewriter.canonical.mutated and self.rewriter.written_since(self._touched()):
+        if mutated and rewriter.written_since(self._touched(), self.roots):
             return "an input is modified in place, and not before all of it is read"
         for root, result in zip(self.roots, results, strict=True):
             fake = result.meta["example_value"]
-            same = len(fake.shape) == len(root.shape) and all(
-                statically_known_true(a == b) for a, b in zip(fake.shape, root.shape, strict=True)
-            )
+            sizes = zip(fake.shape, root.shape, strict=False)
+            same = len(fake.shape) == len(root.shape) and all(statically_known_true(a == b) for a, b in sizes)
             if not same or fake.dtype != root.dtype or fake.device != root.fake.device:
-                ours, theirs = f"{fake.dtype} {tuple(fake.shape)}", f"{root.dtype} {root.shape}"
-                return f"the operator gives {ours} where the model has {theirs}"
+                return f"the operator gives {fake.dtype} {tuple(fake.shape)}, the model has {root.dtype} {root.shape}"
             if fake.requires_grad != root.requires_grad:
                 return "the operator's result would differ in whether it has a gradient"
         pairs = [(root, result.meta["example_value"]) for root, result in zip(self.roots, results, strict=True)]
@@ -331,23 +338,24 @@ def _apply_idioms(rewriter: Rewriter, fusion: Fusion) -> None:
     sites = {id(v): v for v in rewriter.values if fusion.anchor(v)}
     open_sites = dict(sites)
     reasons: dict[int, str] = {}
-    for idiom in fusion.idioms:
+    matches: list[Match] = []
+    # Outermost first: a spelling that ends in a cast would match without it too, its input then being a cast as well.
+    for value, idiom in itertools.product(reversed(list(rewriter.values)), fusion.idioms):
         if not open_sites:
-            return
-        for value in list(rewriter.values):
-            match = unify(idiom, value) if value.nodes else None
-            covered = [id(v) for v in match.interior if id(v) in sites] if match else []
-            if match is None or not covered or not all(c in open_sites for c in covered):
-                continue
-            reason = (
-                rewriter.unsafe(match.root, match.interior) or fusion.refuse(match) or _emit(rewriter, fusion, match)
-            )
-            if reason is not None:
-                reasons.setdefault(covered[0], reason)
-                continue
-            for c in covered:
-                del open_sites[c]
-            rewriter.fused(fusion.name, match.root, fusion.saved_bytes(match), idiom.name)
+            break
+        match = unify(idiom, value) if value.nodes else None
+        covered = [id(v) for v in match.interior if id(v) in sites] if match else []
+        if match is None or not covered or not all(c in open_sites for c in covered):
+            continue
+        reason = rewriter.unsafe(match.root, match.interior) or fusion.refuse(match) or _emit(rewriter, fusion, match)
+        if reason is not None:
+            reasons.setdefault(covered[0], reason)
+            continue
+        for c in covered:
+            del open_sites[c]
+        matches.append(match)
+    for match in reversed(matches):
+        rewriter.fused(fusion.name, match.root, fusion.saved_bytes(match), match.idiom.name)
     for key, site in open_sites.items():
         rewriter.refused(fusion.name, site, reasons.get(key) or _nearest_miss(rewriter, fusion, site))
 

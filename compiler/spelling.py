@@ -145,6 +145,8 @@ def _pow(table, args, kwargs, fake):
 
 RULES["reciprocal"] = lambda table, args, kwargs, fake: _div(table, (1, args[0]), kwargs, fake)
 RULES["silu"] = lambda table, args, kwargs, fake: ("silu", (args[0],))
+RULES["relu"] = lambda table, args, kwargs, fake: ("relu", (args[0],))
+RULES["clamp_max"] = lambda table, args, kwargs, fake: _clamp(table, (args[0], None, *args[1:]), kwargs, fake)
 RULES["square"] = lambda table, args, kwargs, fake: ("pow", (args[0], 2))
 
 
@@ -157,6 +159,12 @@ def _unary(name: str) -> Rule:
 
 for _name in ("neg", "rsqrt", "sqrt", "abs", "exp", "tanh", "sigmoid", "view_as_complex", "view_as_real"):
     RULES[_name] = _unary(_name)
+
+
+@_rule("clamp", "clip")
+def _clamp(table, args, kwargs, fake):
+    x, low, high = (*args, *(kwargs.get(k) for k in ("min", "max")[len(args) - 1 :]))
+    return ("clamp", (x, low, high)) if all(a is None or _is_number(a) for a in (low, high)) else None
 
 
 @_rule("gelu")

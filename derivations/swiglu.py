@@ -1,16 +1,21 @@
-"""The gated unit: h = act(gate) * up, elementwise, for silu, gelu and gelu_tanh.
+"""The gated unit: h = act(gate) * up, elementwise, for silu, gelu, gelu_tanh and relu2; limited and offset.
 
-All three activations have one shape: the gate times the probability that a random variable lies below it,
+The activations have one shape: the gate times the probability that a random variable lies below it,
 
     act(g) = g P(g),        P a distribution function, p = dP/dg its density,
 
-    silu        P = sigmoid(g)                    the logistic distribution
+    silu        P = sigmoid(alpha g)              the logistic distribution, alpha its inverse scale (1: silu itself)
     gelu        P = (1 + erf(g / sqrt 2)) / 2     the normal distribution
     gelu_tanh   P = sigmoid(2 z(g))               z = beta (g + kappa g^3), close to the normal one
+    relu2       P = g, p = 1, of max(g, 0)        no distribution, but the same product: g P = max(g, 0)^2
 
 with beta = sqrt(2 / pi) and kappa = 0.044715. The last line is the tanh form in disguise,
 (1 + tanh z) / 2 = sigmoid(2 z): no tanh is needed and nothing cancels where tanh z is close to -1. So one
 forward and one backward serve every activation; only P and p differ.
+
+Limited and offset (gpt-oss, DeepSeek-V4): h = act(min(gate, l)) (min(max(up, -l), l) + o). The formulas are those
+above at the limited values; what a limit changed gets no gradient, what lies exactly on it gets all of it, as in
+torch: a clamp has no derivative there, and 1 is a subgradient.
 
 Saved: gate and up, the inputs themselves. P, p and h are formed again from them in registers, so no (T, F)
 array is kept beside the inputs.
@@ -47,6 +52,11 @@ def logistic_pdf(cdf, tail):
     return cdf * tail
 
 
+# silu at scale alpha: P = sigmoid(alpha g), and the chain rule leaves alpha in front of the density there.
+def scaled_pdf(pdf, alpha):
+    return alpha * pdf
+
+
 # gelu: p = peak * bell, the normal density; peak = 1 / sqrt(2 pi) and bell = exp(-g^2 / 2).
 def normal_pdf(bell, peak):
     return peak * bell
@@ -70,8 +80,9 @@ _i, _j = sp.symbols("i j", integer=True)
 _dh: Any = sp.IndexedBase("dh")
 _gate: Any = sp.IndexedBase("gate")
 _up: Any = sp.IndexedBase("up")
-_g = sp.Symbol("g", real=True)
-_beta, _kappa = sp.symbols("beta kappa", positive=True)
+_g, _u, _o, _dy = sp.symbols("g u o dy", real=True)
+_alpha, _beta, _kappa, _limit = sp.symbols("alpha beta kappa l", positive=True)
+_clamp: Any = sp.Function("clamp", real=True)
 
 
 def _sigmoid(v):
@@ -129,6 +140,39 @@ def _gelu(v):
     return v * _normal_cdf(v)
 
 
+def _scaled_silu(v):
+    return v * _sigmoid(_alpha * v)
+
+
+def _scaled_cdf(v):
+    return _sigmoid(_alpha * v)
+
+
+def _scaled_pdf(v):
+    return scaled_pdf(_silu_pdf(_alpha * v), _alpha)
+
+
+def _clamped_gate_gradient(activation, cdf, pdf):
+    """The limited and offset unit with c(g), d(u) for the clamps: the formulas at c and d, times the clamp's slope."""
+    c, d = _clamp(_g), _clamp(_u)
+    left = sp.diff(_dy * activation(c) * (d + _o), _g)
+    return left, dgate(_dy, c, d + _o, cdf(c), pdf(c)) * c.diff(_g)
+
+
+def _clamped_up_gradient(activation, cdf):
+    c, d = _clamp(_g), _clamp(_u)
+    return sp.diff(_dy * activation(c) * (d + _o), _u), dup(_dy, c, cdf(c)) * d.diff(_u)
+
+
+def _slope(inside, limit):
+    """(slope of a clamp at one limit, 1 inside and 0 outside): what the kernels write as a selection.
+
+    At the limit itself torch and the kernels have 1. relu is the clamp at 0 from below.
+    """
+    clamp, one = sp.Piecewise((_u, inside), (limit, True)), sp.Piecewise((1, inside), (0, True))
+    return sp.piecewise_fold(sp.diff(clamp, _u) - one), sp.Integer(0)
+
+
 def _rational(expr):
     """tanh in exponentials, so that both sides are fractions in exp of one argument and meet in simplify."""
     return expr.rewrite(sp.exp)
@@ -150,4 +194,14 @@ THEOREMS = [
     Theorem("silu: dup", lambda: _up_gradient(_silu, _sigmoid)),
     Theorem("gelu: dup", lambda: _up_gradient(_gelu, _normal_cdf)),
     Theorem("gelu_tanh: dup", lambda: tuple(map(_rational, _up_gradient(_gelu_tanh, _tanh_cdf)))),
+    Theorem("scaled silu: p is the density of P", lambda: (sp.diff(_scaled_cdf(_g), _g), _scaled_pdf(_g))),
+    Theorem("scaled silu: act", lambda: (_g * _sigmoid(_alpha * _g), act(_g, _scaled_cdf(_g)))),
+    Theorem("scaled silu: dgate", lambda: _gate_gradient(_scaled_silu, _scaled_cdf, _scaled_pdf)),
+    Theorem("limited scaled silu: dgate", lambda: _clamped_gate_gradient(_scaled_silu, _scaled_cdf, _scaled_pdf)),
+    Theorem("limited scaled silu: dup", lambda: _clamped_up_gradient(_scaled_silu, _scaled_cdf)),
+    Theorem("relu2: act", lambda: (_clamp(_g) ** 2, act(_clamp(_g), _clamp(_g)))),
+    Theorem("relu2: dgate", lambda: _clamped_gate_gradient(lambda v: v**2, lambda v: v, lambda v: 1)),
+    Theorem("relu2: dup", lambda: _clamped_up_gradient(lambda v: v**2, lambda v: v)),
+    Theorem("limited from above: the slope", lambda: _slope(_u <= _limit, _limit)),
+    Theorem("limited from below: the slope", lambda: _slope(_u >= -_limit, -_limit)),
 ]

@@ -1,9 +1,11 @@
 """The gated unit h = act(gate) * up and its gradients, from two tensors or from the two halves of one.
 
-One forward and one backward kernel serve both forms: the halves of a packed (..., 2F) buffer are rows with a
-stride of 2F, so neither a split nor a concatenation copies anything.
+One forward and one backward kernel serve every form: the halves of a packed (..., 2F) buffer are rows with a
+stride of 2F, so neither a split nor a concatenation copies anything; interleaved ones are read side by side and
+parted in registers. Limits and offset are compiled in where there are any.
 
-Math: h = act(gate) * up, act in silu, gelu, gelu_tanh; see derivations/swiglu.py, Theorems act, dgate, dup.
+Math: h = act(min(gate, limit)) * (min(max(up, -limit), limit) + offset), act in silu (x sigmoid(alpha x)), gelu,
+    gelu_tanh, relu2; without limit and offset act(gate) * up; see derivations/swiglu.py, Theorems act, dgate, dup.
 Shapes: gate, up, h (..., F); gate_up (..., 2F); F ffn.
 Numerics: act in fp32, rounded to the dtype, then times up, as in eager. The backward is fp32, rounded once.
 Cost: forward reads 2 F and writes F elements per row; backward reads 3 F and writes 2 F.
@@ -17,26 +19,41 @@ import torch
 from torch import Tensor
 
 from ..derivations import swiglu as formulas
+from ._gated import (
+    Form,
+    check,
+    check_sizes,
+    halves,
+    swiglu_bwd_reference,
+    swiglu_packed_bwd_reference,
+    swiglu_packed_reference,
+    swiglu_reference,
+)
 from ._launch import cdiv, inline, next_power_of_2, tl, triton
 from ._op import define_backward, define_op, nbytes, refuse_double_backward, remade
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 _act = inline(formulas.act)
 _dgate = inline(formulas.dgate)
 _dup = inline(formulas.dup)
 _logistic_pdf = inline(formulas.logistic_pdf)
+_scaled_pdf = inline(formulas.scaled_pdf)
 _normal_pdf = inline(formulas.normal_pdf)
 _tanh_argument = inline(formulas.tanh_argument)
 _tanh_pdf = inline(formulas.tanh_pdf)
 
 
 @triton.jit
-def _distribution(gate, ACTIVATION: tl.constexpr):
+def _distribution(gate, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     """P(gate) and its density p(gate); what a caller drops is never computed."""
     if ACTIVATION == "silu":
-        cdf = tl.sigmoid(gate)
-        pdf = _logistic_pdf(cdf, tl.sigmoid(-gate))
+        argument = gate if ALPHA == 1.0 else gate * ALPHA
+        cdf = tl.sigmoid(argument)
+        pdf = _logistic_pdf(cdf, tl.sigmoid(-argument))
+        if ALPHA != 1.0:
+            pdf = _scaled_pdf(pdf, ALPHA)
+    elif ACTIVATION == "relu2":
+        cdf = gate
+        pdf = tl.zeros_like(gate) + 1.0
     elif ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         pdf = _normal_pdf(tl.exp(gate * gate * -0.5), 0.3989422804014327)
@@ -48,12 +65,57 @@ def _distribution(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _limited(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """What the activation and the product see. A comparison with NaN is false, so that NaN stays."""
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    if ACTIVATION == "relu2":
+        gate = tl.where(gate < 0.0, 0.0, gate)
+    if OFFSET != 0.0:
+        up += OFFSET
+    return gate, up
+
+
+@triton.jit
 def _block(cols, BLOCK: tl.constexpr):
-    """This program's row and first column, both 64-bit, and which of its BLOCK columns exist."""
+    """This program's row and first column, both 64-bit, and how many columns there are from there on."""
     blocks = tl.cdiv(cols, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
-    return row, start, tl.arange(0, BLOCK) < cols - start
+    return row, start, cols - start
+
+
+@triton.jit
+def _load(gate_ptr, up_ptr, gate_row, up_row, start, left, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    """gate and up, fp32. With PAIRS they are neighbours in memory, and `gate_ptr` points at the first of both."""
+    if PAIRS == "":
+        offsets = tl.arange(0, BLOCK)
+        gate = tl.load(gate_ptr + (gate_row + start) + offsets, mask=offsets < left)
+        up = tl.load(up_ptr + (up_row + start) + offsets, mask=offsets < left)
+    else:
+        offsets = tl.arange(0, 2 * BLOCK)  # one wide load, parted in registers
+        both = tl.load(gate_ptr + (gate_row + 2 * start) + offsets, mask=offsets < 2 * left)
+        gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+        if PAIRS == "up first":
+            gate, up = up, gate
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _store(gate_ptr, up_ptr, row, start, left, gate, up, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    """The reverse of `_load`, rounded."""
+    dtype = gate_ptr.dtype.element_ty
+    if PAIRS == "":
+        offsets = tl.arange(0, BLOCK)
+        tl.store(gate_ptr + (row + start) + offsets, gate.to(dtype), mask=offsets < left)
+        tl.store(up_ptr + (row + start) + offsets, up.to(dtype), mask=offsets < left)
+    else:
+        if PAIRS == "up first":
+            gate, up = up, gate
+        offsets = tl.arange(0, 2 * BLOCK)
+        both = tl.interleave(gate.to(dtype), up.to(dtype))
+        tl.store(gate_ptr + (row + 2 * start) + offsets, both, mask=offsets < 2 * left)
 
 
 # One program: BLOCK columns of one row.
@@ -66,19 +128,22 @@ def swiglu_fwd_kernel(
     gate_row_stride,
     up_row_stride,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, start, mask = _block(cols, BLOCK)
-    offsets = tl.arange(0, BLOCK)
-
-    gate = tl.load(gate_ptr + (row * gate_row_stride + start) + offsets, mask=mask).to(tl.float32)
-    up = tl.load(up_ptr + (row * up_row_stride + start) + offsets, mask=mask).to(tl.float32)
+    row, start, left = _block(cols, BLOCK)
+    gate, up = _load(gate_ptr, up_ptr, row * gate_row_stride, row * up_row_stride, start, left, PAIRS, BLOCK)
+    gate, up = _limited(gate, up, ACTIVATION, LIMIT, OFFSET)
 
     dtype = h_ptr.dtype.element_ty
-    cdf, _ = _distribution(gate, ACTIVATION)
+    cdf, _ = _distribution(gate, ACTIVATION, ALPHA)
     activated = _act(gate, cdf).to(dtype).to(tl.float32)
 
-    tl.store(h_ptr + (row * cols + start) + offsets, (activated * up).to(dtype), mask=mask)
+    offsets = tl.arange(0, BLOCK)
+    tl.store(h_ptr + (row * cols + start) + offsets, (activated * up).to(dtype), mask=offsets < left)
 
 
 # One program: BLOCK columns of one row.
@@ -95,57 +160,29 @@ def swiglu_bwd_kernel(
     up_row_stride,
     out_row_stride,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, start, mask = _block(cols, BLOCK)
+    row, start, left = _block(cols, BLOCK)
     offsets = tl.arange(0, BLOCK)
+    dh = tl.load(dh_ptr + (row * dh_row_stride + start) + offsets, mask=offsets < left).to(tl.float32)
+    g, u = _load(gate_ptr, up_ptr, row * gate_row_stride, row * up_row_stride, start, left, PAIRS, BLOCK)
+    gate, up = _limited(g, u, ACTIVATION, LIMIT, OFFSET)
 
-    dh = tl.load(dh_ptr + (row * dh_row_stride + start) + offsets, mask=mask).to(tl.float32)
-    gate = tl.load(gate_ptr + (row * gate_row_stride + start) + offsets, mask=mask).to(tl.float32)
-    up = tl.load(up_ptr + (row * up_row_stride + start) + offsets, mask=mask).to(tl.float32)
-
-    cdf, pdf = _distribution(gate, ACTIVATION)
+    cdf, pdf = _distribution(gate, ACTIVATION, ALPHA)
     dgate = _dgate(dh, gate, up, cdf, pdf)
     dup = _dup(dh, gate, cdf)
+    # Where a limit holds the slope is zero, whatever it is multiplied by.
+    if LIMIT is not None:
+        dgate = tl.where(g <= LIMIT, dgate, 0.0)
+        dup = tl.where(tl.abs(u) <= LIMIT, dup, 0.0)
+    if ACTIVATION == "relu2":
+        dgate = tl.where(g <= 0.0, 0.0, dgate)
 
-    out = row * out_row_stride + start
-    tl.store(dgate_ptr + out + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
-    tl.store(dup_ptr + out + offsets, dup.to(dup_ptr.dtype.element_ty), mask=mask)
-
-
-def _wrong(rule: str, came: Any, way_out: str) -> ValueError:
-    return ValueError(f'swiglu: {rule}, got {came}. {way_out} or disable with options={{"fusions": "-swiglu"}}')
-
-
-def _check(gate: Tensor, up: Tensor, activation: str) -> None:
-    """The rules that compare no sizes, for `fake` may not."""
-    if activation not in ACTIVATIONS:
-        raise _wrong(f"activation must be one of {', '.join(ACTIVATIONS)}", repr(activation), "Choose one")
-    if not gate.is_floating_point():
-        raise _wrong("gate and up must be floating point", gate.dtype, "Cast them")
-    if gate.dtype != up.dtype:
-        raise _wrong("gate and up must have one dtype", f"{gate.dtype} and {up.dtype}", "Cast one of them")
-    if gate.device != up.device:
-        raise _wrong("gate and up must be on one device", f"{gate.device} and {up.device}", "Move one of them")
-    if gate.ndim == 0:
-        raise _wrong("gate and up must have a last dimension", "a scalar", "Unsqueeze them")
-
-
-def _check_sizes(gate: Tensor, up: Tensor, dh: Tensor | None = None) -> None:
-    if gate.shape != up.shape:
-        raise _wrong("gate and up must have one shape", f"{tuple(gate.shape)} and {tuple(up.shape)}", "Expand one")
-    if dh is not None and dh.shape != gate.shape:
-        raise _wrong(f"dh must have gate's shape {tuple(gate.shape)}", tuple(dh.shape), "Expand it")
-
-
-def _halves(gate_up: Tensor, activation: str, gate_first: bool) -> tuple[Tensor, Tensor]:
-    """gate and up as views of the packed buffer, after its checks."""
-    _check(gate_up, gate_up, activation)
-    if gate_up.shape[-1] % 2:
-        came = f"{gate_up.shape[-1]} (gate_up is {tuple(gate_up.shape)})"
-        raise _wrong("the packed dimension must be even", came, "Pad it")
-    first, second = gate_up.chunk(2, dim=-1)
-    return (first, second) if gate_first else (second, first)
+    _store(dgate_ptr, dup_ptr, row * out_row_stride, start, left, dgate, dup, PAIRS, BLOCK)
 
 
 def _fold(*tensors: Tensor) -> list[Tensor]:
@@ -165,133 +202,99 @@ def _launch_sizes(rows: int, cols: int) -> tuple[tuple[int], int]:
     return (rows * cdiv(cols, block),), block
 
 
-def _launch_fwd(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+def _launch_fwd(gate: Tensor, up: Tensor, h: Tensor, form: Form, pairs: str = "") -> None:
+    """With `pairs`, gate and up are one tensor, the interleaved one."""
     if h.numel() == 0:
-        return h
+        return
     # h joins the fold so that all three agree on what a row is.
-    gate, up, h_rows = _fold(gate, up, h)
-    rows, cols = gate.shape
+    gate, up, h = _fold(gate, up, h)
+    rows, cols = h.shape
     grid, block = _launch_sizes(rows, cols)
+    activation, limit, alpha, offset = form
     swiglu_fwd_kernel[grid](
-        gate, up, h_rows, cols, gate.stride(0), up.stride(0), ACTIVATION=activation, BLOCK=block, num_warps=4
-    )
-    return h
+        gate, up, h, cols, gate.stride(0), up.stride(0), ACTIVATION=activation, LIMIT=limit, ALPHA=alpha,
+        OFFSET=offset, PAIRS=pairs, BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
-def _launch_bwd(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
+def _launch_bwd(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, form: Form, pairs: str = "") -> None:
     if dh.numel() == 0:
         return
     dh, gate, up, dgate, dup = _fold(dh, gate, up, dgate, dup)
-    rows, cols = gate.shape
+    rows, cols = dh.shape
     grid, block = _launch_sizes(rows, cols)
+    activation, limit, alpha, offset = form
     swiglu_bwd_kernel[grid](
-        dh,
-        gate,
-        up,
-        dgate,
-        dup,
-        cols,
-        dh.stride(0),
-        gate.stride(0),
-        up.stride(0),
-        dgate.stride(0),
-        ACTIVATION=activation,
-        BLOCK=block,
-        num_warps=4,
-    )
+        dh, gate, up, dgate, dup, cols, dh.stride(0), gate.stride(0), up.stride(0), dgate.stride(0),
+        ACTIVATION=activation, LIMIT=limit, ALPHA=alpha, OFFSET=offset, PAIRS=pairs, BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
-def swiglu_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    _check(gate, up, activation)
-    _check_sizes(gate, up)
+def swiglu_triton(gate: Tensor, up: Tensor, *form: Any) -> Tensor:
+    h = swiglu_fake(gate, up, *form)
+    check_sizes(gate, up)
     if gate.dtype is torch.float64:
-        return swiglu_reference(gate, up, activation)
-    return _launch_fwd(gate, up, activation)
+        return swiglu_reference(gate, up, *form)
+    _launch_fwd(gate, up, h, Form(*form))
+    return h
 
 
-def swiglu_bwd_triton(dh: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    _check(gate, up, activation)
-    _check_sizes(gate, up, dh)
+def swiglu_bwd_triton(dh: Tensor, gate: Tensor, up: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
+    check(gate, up, Form(*form))
+    check_sizes(gate, up, dh)
     if gate.dtype is torch.float64:
-        return swiglu_bwd_reference(dh, gate, up, activation)
-    dgate, dup = swiglu_bwd_fake(dh, gate, up, activation)
-    _launch_bwd(dh, gate, up, dgate, dup, activation)
+        return swiglu_bwd_reference(dh, gate, up, *form)
+    dgate, dup = swiglu_bwd_fake(dh, gate, up, *form)
+    _launch_bwd(dh, gate, up, dgate, dup, Form(*form))
     return dgate, dup
 
 
-def swiglu_packed_triton(gate_up: Tensor, activation: str, gate_first: bool) -> Tensor:
-    return swiglu_triton(*_halves(gate_up, activation, gate_first), activation)
+def swiglu_packed_triton(
+    gate_up: Tensor, activation: str, gate_first: bool, interleaved: bool = False, *how: Any
+) -> Tensor:
+    form = Form(activation, *how)
+    gate, up = halves(gate_up, form, gate_first, interleaved)
+    if not interleaved or gate_up.dtype is torch.float64:
+        return swiglu_triton(gate, up, *form)
+    h = swiglu_fake(gate, up, *form)
+    _launch_fwd(gate_up, gate_up, h, form, _PAIRS[gate_first])
+    return h
 
 
-def swiglu_packed_bwd_triton(dh: Tensor, gate_up: Tensor, activation: str, gate_first: bool) -> Tensor:
-    gate, up = _halves(gate_up, activation, gate_first)
-    _check_sizes(gate, up, dh)
+_PAIRS = {True: "gate first", False: "up first"}
+
+
+def swiglu_packed_bwd_triton(
+    dh: Tensor, gate_up: Tensor, activation: str, gate_first: bool, interleaved: bool = False, *how: Any
+) -> Tensor:
+    form = Form(activation, *how)
+    gate, up = halves(gate_up, form, gate_first, interleaved)
+    check_sizes(gate, up, dh)
     if gate.dtype is torch.float64:
-        return swiglu_packed_bwd_reference(dh, gate_up, activation, gate_first)
-    d_gate_up = swiglu_packed_bwd_fake(dh, gate_up, activation, gate_first)
-    _launch_bwd(dh, gate, up, *_halves(d_gate_up, activation, gate_first), activation)
+        return swiglu_packed_bwd_reference(dh, gate_up, activation, gate_first, interleaved, *how)
+    d_gate_up = swiglu_packed_bwd_fake(dh, gate_up)
+    if interleaved:
+        _launch_bwd(dh, gate_up, gate_up, d_gate_up, d_gate_up, form, _PAIRS[gate_first])
+    else:
+        _launch_bwd(dh, gate, up, *halves(d_gate_up, form, gate_first, False), form)
     return d_gate_up
 
 
-def _wide(t: Tensor) -> Tensor:
-    return t if t.dtype is torch.float64 else t.float()
-
-
-def _distribution_reference(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """`_distribution` in torch."""
-    if activation == "silu":
-        cdf = torch.sigmoid(gate)
-        return cdf, formulas.logistic_pdf(cdf, torch.sigmoid(-gate))
-    if activation == "gelu":
-        cdf = 0.5 * (1.0 + torch.erf(gate * 0.7071067811865476))
-        return cdf, formulas.normal_pdf(torch.exp(gate * gate * -0.5), 0.3989422804014327)
-    argument = formulas.tanh_argument(gate, 0.7978845608028654, 0.044715)
-    cdf = torch.sigmoid(argument)
-    return cdf, formulas.tanh_pdf(cdf, torch.sigmoid(-argument), gate, 0.7978845608028654, 0.044715)
-
-
-def swiglu_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    _check(gate, up, activation)
-    _check_sizes(gate, up)
-    cdf, _ = _distribution_reference(_wide(gate), activation)
-    return (formulas.act(_wide(gate), cdf).to(gate.dtype) * up).contiguous()
-
-
-def swiglu_bwd_reference(dh: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    _check(gate, up, activation)
-    _check_sizes(gate, up, dh)
-    dtype = gate.dtype
-    dh, gate, up = _wide(dh), _wide(gate), _wide(up)
-    cdf, pdf = _distribution_reference(gate, activation)
-    dgate = formulas.dgate(dh, gate, up, cdf, pdf)
-    return dgate.to(dtype).contiguous(), formulas.dup(dh, gate, cdf).to(dtype).contiguous()
-
-
-def swiglu_packed_reference(gate_up: Tensor, activation: str, gate_first: bool) -> Tensor:
-    return swiglu_reference(*_halves(gate_up, activation, gate_first), activation)
-
-
-def swiglu_packed_bwd_reference(dh: Tensor, gate_up: Tensor, activation: str, gate_first: bool) -> Tensor:
-    dgate, dup = swiglu_bwd_reference(dh, *_halves(gate_up, activation, gate_first), activation)
-    return torch.cat((dgate, dup) if gate_first else (dup, dgate), dim=-1)
-
-
-def swiglu_fake(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    _check(gate, up, activation)
+def swiglu_fake(gate: Tensor, up: Tensor, *form: Any) -> Tensor:
+    check(gate, up, Form(*form))
     return gate.new_empty(gate.shape)
 
 
-def swiglu_bwd_fake(dh: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def swiglu_bwd_fake(dh: Tensor, gate: Tensor, up: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def swiglu_packed_fake(gate_up: Tensor, activation: str, gate_first: bool) -> Tensor:
-    _check(gate_up, gate_up, activation)
+def swiglu_packed_fake(gate_up: Tensor, activation: str, gate_first: bool, interleaved: bool = False, *how: Any):
+    check(gate_up, gate_up, Form(activation, *how))
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-def swiglu_packed_bwd_fake(dh: Tensor, gate_up: Tensor, activation: str, gate_first: bool) -> Tensor:
+def swiglu_packed_bwd_fake(dh: Tensor, gate_up: Tensor, *form: Any) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
 
 
@@ -300,37 +303,39 @@ def _no_flops(*args: Any) -> int:
     return 0
 
 
+_HOW = "float? limit=None, float alpha=1.0, float offset=0.0"
+_PACKED = f"str activation, bool gate_first, bool interleaved=False, {_HOW}"
 swiglu = define_op(
-    "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
+    f"swiglu(Tensor gate, Tensor up, str activation, {_HOW}) -> Tensor",
     reference=swiglu_reference,
     triton=swiglu_triton,
     fake=swiglu_fake,
     flops=_no_flops,
-    bytes_moved=lambda gate, up, activation: nbytes(gate, up, gate),
+    bytes_moved=lambda gate, up, *form: nbytes(gate, up, gate),
 )
 swiglu_bwd = define_op(
-    "swiglu_bwd(Tensor dh, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
+    f"swiglu_bwd(Tensor dh, Tensor gate, Tensor up, str activation, {_HOW}) -> (Tensor, Tensor)",
     reference=swiglu_bwd_reference,
     triton=swiglu_bwd_triton,
     fake=swiglu_bwd_fake,
     flops=_no_flops,
-    bytes_moved=lambda dh, gate, up, activation: nbytes(dh, gate, up, gate, up),
+    bytes_moved=lambda dh, gate, up, *form: nbytes(dh, gate, up, gate, up),
 )
 swiglu_packed = define_op(
-    "swiglu_packed(Tensor gate_up, str activation, bool gate_first) -> Tensor",
+    f"swiglu_packed(Tensor gate_up, {_PACKED}) -> Tensor",
     reference=swiglu_packed_reference,
     triton=swiglu_packed_triton,
     fake=swiglu_packed_fake,
     flops=_no_flops,
-    bytes_moved=lambda gate_up, activation, gate_first: nbytes(gate_up) * 3 // 2,
+    bytes_moved=lambda gate_up, *form: nbytes(gate_up) * 3 // 2,
 )
 swiglu_packed_bwd = define_op(
-    "swiglu_packed_bwd(Tensor dh, Tensor gate_up, str activation, bool gate_first) -> Tensor",
+    f"swiglu_packed_bwd(Tensor dh, Tensor gate_up, {_PACKED}) -> Tensor",
     reference=swiglu_packed_bwd_reference,
     triton=swiglu_packed_bwd_triton,
     fake=swiglu_packed_bwd_fake,
     flops=_no_flops,
-    bytes_moved=lambda dh, gate_up, activation, gate_first: nbytes(dh, gate_up, gate_up),
+    bytes_moved=lambda dh, gate_up, *form: nbytes(dh, gate_up, gate_up),
 )
 remade(swiglu)
 remade(swiglu_packed)
@@ -344,11 +349,12 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def _backward(ctx: Any, dh: Tensor) -> tuple:
     dgate, dup = swiglu_bwd(dh, *ctx.saved_tensors, *ctx.rest)
-    return (dgate if ctx.needs_input_grad[0] else None), (dup if ctx.needs_input_grad[1] else None), None
+    wanted = (dgate if ctx.needs_input_grad[0] else None), (dup if ctx.needs_input_grad[1] else None)
+    return (*wanted, *(None for _ in ctx.rest))
 
 
 def _packed_backward(ctx: Any, dh: Tensor) -> tuple:
-    return swiglu_packed_bwd(dh, *ctx.saved_tensors, *ctx.rest), None, None
+    return (swiglu_packed_bwd(dh, *ctx.saved_tensors, *ctx.rest), *(None for _ in ctx.rest))
 
 
 define_backward(swiglu, setup_context=_save_inputs, backward=_backward)

@@ -16,7 +16,7 @@ from torch import nn
 SAMPLE: dict[str, dict[str, list[int]]] = {
     "bamba": {},  # Mamba-2: a norm gated before it
     "bart": {},  # a decoder of the older kind
-    "bitnet": {"swiglu": [0, 1]},  # gated by a squared relu
+    "bitnet": {},  # gated by a squared relu
     "deepseek_v2": {},  # complex numbers
     "deepseek_v3": {},  # from pairs to halves; latent attention, shared experts
     "ernie4_5": {},  # interleaved, tables repeated
@@ -24,11 +24,12 @@ SAMPLE: dict[str, dict[str, list[int]]] = {
     "falcon_h1": {},  # logits and MLP with multipliers
     "falcon_mamba": {},  # vmap in the graph
     "gemma4_text": {},  # weightless norms; rows written in place before one
-    "gpt_oss": {"swiglu": [0, 2]},  # half-width tables; clamped gates
+    "gpt_oss": {},  # half-width tables; limited gates, interleaved
     "gptj": {},  # partial, interleaved; a head with a bias
     "helium": {},
     "hunyuan_v1_dense": {},  # norms after the rotation
     "llama4_text": {},  # dense experts
+    "minimax_m3_vl_text": {},  # limited gates
     "modernbert-decoder": {},  # erf-gelu, packed
     "nanochat": {},  # rotated backwards
     "olmo": {},

@@ -74,6 +74,7 @@ SPELLINGS = {
 def test_spellings_are_fused(spelling, dtype):
     inputs = pattern_inputs(3, 5, 8, dtype=dtype)
     assert_fused(SPELLINGS[spelling], inputs, "layer_norm")
+    assert operators(SPELLINGS[spelling], inputs)["layer_norm"][0].meta["example_value"].dtype == dtype
     assert_unseen(SPELLINGS[spelling], inputs, "rms_norm")
 
 

@@ -50,6 +50,49 @@ def test_spellings_are_fused(spelling):
     assert_fused(SPELLINGS[spelling], head_inputs(), "linear_cross_entropy")
 
 
+def added(h, w, t):
+    """A mixture of experts adds the loss that balances its router."""
+    loss = causal(F.linear(h, w), t)
+    loss += 0.1 * h.sin().mean()
+    return loss
+
+
+def scaled(h, w, t):
+    loss = causal(F.linear(h, w), t)
+    loss.mul_(2.0)
+    loss /= 3.0
+    return loss
+
+
+def read_before_and_after(h, w, t):
+    loss = causal(F.linear(h, w), t)
+    before = loss * 3.0
+    loss += h.sin().mean()
+    return before, loss, loss.detach().clone()
+
+
+def through_a_view(h, w, t):
+    loss = causal(F.linear(h, w), t)
+    loss.view(1).mul_(0.5)
+    return loss * 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fn", [added, scaled, read_before_and_after, through_a_view])
+def test_a_loss_that_is_written_to_is_fused(fn, dtype):
+    assert_fused(fn, head_inputs(dtype=dtype), "linear_cross_entropy")
+
+
+def test_logits_that_are_written_to_are_refused():
+    def model(h, w, t):
+        logits = F.linear(h, w)
+        loss = causal(logits, t)
+        logits.detach().mul_(0.5)
+        return loss
+
+    assert_refused(model, head_inputs(), "linear_cross_entropy")
+
+
 def test_bias_and_bfloat16_are_fused():
     def with_bias(h, w, t, b):
         return causal(F.linear(h, w, b), t)

@@ -59,7 +59,9 @@ def test_the_l2_norm_is_fused(channels, dtype):
         h = x.float()
         return (h * torch.rsqrt((h * h).sum(dim=-1, keepdim=True) + EPS)).to(x.dtype)
 
-    assert_fused(l2, pattern_inputs(37, channels, dtype=dtype)[:1], "rms_norm")
+    inputs = pattern_inputs(37, channels, dtype=dtype)[:1]
+    assert_fused(l2, inputs, "rms_norm")
+    assert operators(l2, inputs)["rms_norm"][0].meta["example_value"].dtype == dtype
 
 
 def test_module_and_mixed_dtypes_are_fused():
@@ -88,6 +90,39 @@ def test_residual_add_becomes_one_operator():
     inputs = [x, torch.randn(3, 5, 8).requires_grad_(), w]
     assert_fused(block, inputs, "rms_norm")
     assert "add_rms_norm" in operators(block, inputs)
+
+
+WEIGHTLESS = {
+    "weightless": lambda x, w: (x.float() * rstd_of(x.float())).to(x.dtype),
+    "weightless t5": lambda x, w: (x * rstd_of(x.float())).type_as(x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("spelling", SPELLINGS | WEIGHTLESS)
+def test_the_narrow_tensor_is_read_and_kept_whatever_casts_there_are(spelling, dtype):
+    """A float32 copy as the operand would be the same numbers in twice the memory, and no residual add."""
+    norm = (SPELLINGS | WEIGHTLESS)[spelling]
+
+    def block(x, r, w):
+        s = r + x
+        return s, norm(s, w)
+
+    x, w = pattern_inputs(3, 5, 8, dtype=dtype)
+    assert operators(norm, [x, w])["rms_norm"][0].meta["example_value"].dtype == dtype
+    inputs = [x, torch.randn(3, 5, 8, dtype=dtype).requires_grad_(), w]
+    assert_fused(block, inputs, "rms_norm")
+    assert [t.meta["example_value"].dtype for t in operators(block, inputs)["add_rms_norm"][:2]] == [dtype] * 2
+
+
+@pytest.mark.parametrize("spelling", ["gemma", "olmo2", "helium"])
+def test_a_float32_result_of_a_narrow_input_keeps_its_dtype(spelling):
+    """Without the last cast the operator reads the float32 copy: its result has the dtype of what it reads."""
+
+    def wide(x, w):
+        return SPELLINGS[spelling](x.float(), w) * 2.0
+
+    assert_fused(wide, pattern_inputs(3, 5, 8, dtype=torch.bfloat16), "rms_norm")
 
 
 def test_residual_add_with_broadcasting_stays_outside():

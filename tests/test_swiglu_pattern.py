@@ -1,13 +1,28 @@
 """swiglu: which spellings the pattern recognises, which look-alikes it refuses, and that the numbers are right."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from _graphs import assert_fused, assert_refused, assert_unseen, operators
+from _graphs import OPTIONS, assert_fused, assert_refused, assert_unseen, operators
+from _oracle import judge
+from fused_backend.compiler import explain
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 
 
 def gate_and_up(*shape, dtype=torch.float32):
     return [torch.randn(*shape, dtype=dtype).requires_grad_() for _ in range(2)]
+
+
+LIMIT = 0.75
+
+
+def gpt_oss(gate, up, alpha=1.702):
+    glu = gate * torch.sigmoid(gate * alpha)
+    return (up + 1) * glu
 
 
 SPELLINGS = {
@@ -18,13 +33,26 @@ SPELLINGS = {
     "gelu": lambda g, u: F.gelu(g) * u,
     "gelu module": lambda g, u: torch.mul(torch.nn.GELU(approximate="none")(g), u),
     "gelu tanh": lambda g, u: F.gelu(g, approximate="tanh") * u,
+    "scaled silu": lambda g, u: g * torch.sigmoid(1.702 * g) * u,
+    "relu2": lambda g, u: torch.square(F.relu(g)) * u,
+    "relu2 module": lambda g, u: torch.nn.ReLU()(g).pow(2) * u,
+    "relu2 product": lambda g, u: u * (torch.relu(g) * torch.relu(g)),
+    "gpt_oss": lambda g, u: gpt_oss(g.clamp(min=None, max=LIMIT), u.clamp(min=-LIMIT, max=LIMIT)),
+    "gpt_oss with silu": lambda g, u: gpt_oss(g.clamp(max=LIMIT), u.clamp(min=-LIMIT, max=LIMIT), alpha=1.0),
+    "deepseek_v4": lambda g, u: F.silu(g.clamp(max=LIMIT)) * u.clamp(min=-LIMIT, max=LIMIT),
+    "other clamps": lambda g, u: F.gelu(torch.clamp_max(g, LIMIT)) * torch.clip(u, -LIMIT, LIMIT),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_spellings_are_fused(spelling, dtype):
-    assert_fused(SPELLINGS[spelling], gate_and_up(3, 5, 8, dtype=dtype), "swiglu")
+    inputs = gate_and_up(3, 5, 8, dtype=dtype)
+    assert_fused(SPELLINGS[spelling], inputs, "swiglu")
+    gate, up, _, *how = operators(SPELLINGS[spelling], inputs)["swiglu"]
+    # The projections themselves, not what a limit made of them, are read and kept.
+    assert gate.op == up.op == "placeholder"
+    assert (how[0] == LIMIT) == ("gpt_oss" in spelling or spelling in ("deepseek_v4", "other clamps"))
 
 
 PACKED = {
@@ -32,6 +60,9 @@ PACKED = {
     "gate second": (lambda x: x.chunk(2, -1)[0] * F.silu(x.chunk(2, -1)[1]), False),
     "split": (lambda x: F.silu(x.split(8, dim=-1)[0]) * x.split(8, dim=-1)[1], True),
     "slices": (lambda x: F.gelu(x[..., :8]) * x[..., 8:], True),
+    "gpt_oss": (lambda x: SPELLINGS["gpt_oss"](x[..., ::2], x[..., 1::2]), True),
+    "interleaved, gate second": (lambda x: F.silu(x[..., 1::2]) * x[..., ::2], False),
+    "minimax_m3": (lambda x: SPELLINGS["gpt_oss"](*x.chunk(2, dim=-1)), True),
 }
 
 
@@ -40,7 +71,8 @@ def test_halves_of_one_projection_become_the_packed_operator(name):
     fn, gate_first = PACKED[name]
     x = torch.randn(3, 5, 16).requires_grad_()
     assert_fused(fn, [x], "swiglu")
-    assert f"swiglu_packed:{gate_first}" in [f"{n}:{a[-1]}" for n, a in operators(fn, [x]).items()]
+    _, _, *layout = operators(fn, [x])["swiglu_packed"][:4]
+    assert layout == [gate_first, name in ("gpt_oss", "interleaved, gate second")]
 
 
 def test_thirds_of_one_projection_use_the_plain_operator():
@@ -72,7 +104,9 @@ NO_SITES = {
     "sigmoid of another": lambda g, u: g * torch.sigmoid(u) * u.sin(),
     "no gate": lambda g, u: F.gelu(g) @ u.transpose(-1, -2),
     "constant": lambda g, u: F.silu(g) * 2.0 + u,
-    "scaled sigmoid": lambda g, u: g * torch.sigmoid(1.702 * g) * u,
+    "sigmoid scaled by a tensor": lambda g, u: g * torch.sigmoid(u * g) * u,
+    "relu cubed": lambda g, u: F.relu(g).pow(3) * u,
+    "non-gated": lambda g, u: F.relu(g).pow(2) + u,
     "leaky": lambda g, u: F.leaky_relu(g) * u,
 }
 
@@ -80,6 +114,43 @@ NO_SITES = {
 @pytest.mark.parametrize("name", NO_SITES)
 def test_other_products_are_no_sites(name):
     assert_unseen(NO_SITES[name], gate_and_up(3, 5, 8), "swiglu")
+
+
+PARTLY = {
+    "another limit of gate": lambda g, u: F.silu(g.clamp(max=2.0)) * u.clamp(min=-0.5, max=0.5),
+    "gate limited below": lambda g, u: F.silu(g.clamp(-1.0, 1.0)) * u.clamp(-1.0, 1.0),
+    "limits differ": lambda g, u: F.silu(g.clamp(max=1.0)) * u.clamp(min=-0.5, max=1.0),
+    "up alone": lambda g, u: F.silu(g) * u.clamp(-1.0, 1.0),
+    "after the activation": lambda g, u: (F.silu(g) * u).clamp(max=0.5),
+    "by tensors": lambda g, u: F.silu(torch.clamp(g, max=u.detach())) * u,
+}
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_other_limits_stay_outside(name):
+    inputs = gate_and_up(3, 5, 8)
+    assert_fused(PARTLY[name], inputs, "swiglu")
+    assert operators(PARTLY[name], inputs)["swiglu"][3] is None
+
+
+def test_a_limit_that_is_no_number_of_the_dtype_stays_outside():
+    """Eager rounds it or does not, by device; in float32 it is one like any other."""
+    fn = lambda g, u: F.silu(g.clamp(max=0.7)) * u.clamp(min=-0.7, max=0.7)  # noqa: E731
+    for dtype, limit in ((torch.bfloat16, None), (torch.float32, 0.7)):
+        inputs = gate_and_up(3, 5, 8, dtype=dtype)
+        assert_fused(fn, inputs, "swiglu")
+        assert operators(fn, inputs)["swiglu"][3] == limit
+
+
+def test_a_limit_without_gradient_stays_outside():
+    def mlp(gate, up):
+        with torch.no_grad():
+            limited = gate.clamp(max=LIMIT)
+        return F.silu(limited) * up.clamp(min=-LIMIT, max=LIMIT) + 0 * gate
+
+    inputs = gate_and_up(3, 8)
+    assert_fused(mlp, inputs, "swiglu")
+    assert operators(mlp, inputs)["swiglu"][3] is None
 
 
 def test_halves_taken_without_gradient_are_not_one_projection():
@@ -126,5 +197,35 @@ def test_an_operator_that_refuses_its_arguments_leaves_the_graph_alone(monkeypat
     def refuse(*args):
         raise ValueError("not these")
 
-    monkeypatch.setattr("fused_backend.kernels.swiglu._check", refuse)
+    monkeypatch.setattr("fused_backend.kernels.swiglu.check", refuse)
     assert_refused(lambda gate, up: F.silu(gate) * up, gate_and_up(3, 8), "swiglu", "not these")
+
+
+def experts_of(kind, implementation):
+    """The layer as a function of hidden states, routing weights and parameters."""
+    config = SimpleNamespace(
+        num_local_experts=2, hidden_size=16, intermediate_size=16, hidden_act="silu", swiglu_alpha=1.702,
+        swiglu_limit=LIMIT, _experts_implementation=implementation,
+    )  # fmt: skip
+    module, chosen = kind(config), torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [0, 1]])
+    named = dict(module.named_parameters())
+
+    def run(x, weights, *parameters):
+        return torch.func.functional_call(module, dict(zip(named, parameters, strict=True)), (x, chosen, weights))
+
+    return run, [p.shape for p in named.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("kind", [GptOssExperts, MiniMaxM3VLExperts, DeepseekV4Experts])
+def test_limited_experts_are_fused_however_they_are_multiplied(kind, implementation, dtype):
+    run, shapes = experts_of(kind, implementation)
+    inputs = [(torch.randn(shape) / 2).to(dtype).requires_grad_() for shape in ((5, 16), (5, 2), *shapes)]
+    if implementation != "grouped_mm":
+        assert_fused(run, inputs, "swiglu")
+        return
+    assert explain(run, *inputs).counts() == {"swiglu": (1, 0)}
+    torch._dynamo.reset()
+    by_batches, _ = experts_of(kind, "batched_mm")  # grouped products have no float64
+    judge(torch.compile(run, backend="fused", options=OPTIONS), by_batches, inputs, [torch.randn(5, 16)], largest=False)

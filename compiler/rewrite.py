@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
 
-from ..patterns._fusion import Emitter, Fusion, Match, Value
+from ..patterns._fusion import Emitter, Fusion, Idiom, Match, Value
 from .canonicalize import Canonical, Mode, canonicalize, storage
 from .layout import a_view_would_fail, same_strides
 from .match import Near, unify
@@ -331,13 +331,15 @@ def _apply_idioms(rewriter: Rewriter, fusion: Fusion) -> None:
     sites = {id(v): v for v in rewriter.values if fusion.anchor(v)}
     open_sites = dict(sites)
     reasons: dict[int, str] = {}
-    for idiom in fusion.idioms:
-        if not open_sites:
-            return
-        for value in list(rewriter.values):
-            match = unify(idiom, value) if value.nodes else None
+    later: list[tuple[Idiom, Value]] = []
+    for whole, pairs in ((True, ((i, v) for i in fusion.idioms for v in list(rewriter.values))), (False, later)):
+        for idiom, value in pairs:
+            match = unify(idiom, value) if open_sites and value.nodes else None
             covered = [id(v) for v in match.interior if id(v) in sites] if match else []
             if match is None or not covered or not all(c in open_sites for c in covered):
+                continue
+            if whole and any(_widened(v) for v in match.bound.values()):
+                later.append((idiom, value))  # another idiom may have the cast inside it
                 continue
             reason = (
                 rewriter.unsafe(match.root, match.interior) or fusion.refuse(match) or _emit(rewriter, fusion, match)
@@ -350,6 +352,12 @@ def _apply_idioms(rewriter: Rewriter, fusion: Fusion) -> None:
             rewriter.fused(fusion.name, match.root, fusion.saved_bytes(match), idiom.name)
     for key, site in open_sites.items():
         rewriter.refused(fusion.name, site, reasons.get(key) or _nearest_miss(rewriter, fusion, site))
+
+
+def _widened(bound: Any) -> bool:
+    """Is it a cast to more bits? A match that begins behind it keeps more bytes for the backward."""
+    cast = isinstance(bound, Value) and bound.op == "convert"
+    return cast and bound.fake.element_size() > bound.args[0].fake.element_size()
 
 
 def _emit(rewriter: Rewriter, fusion: Fusion, match: Match) -> str | None:

@@ -35,6 +35,7 @@ SPELLINGS = {
     "gemma": lambda x, w: (x.float() * rstd_of(x.float()) * (1.0 + w.float())).type_as(x),
     "no-op casts and slices": lambda x, w: (w.contiguous() * (x.float()[:, 0:] * rstd_of(x.float())).to(x.dtype)) * 1.0,
     "torch": lambda x, w: F.rms_norm(x, (x.shape[-1],), w, EPS),
+    "torch in float32": lambda x, w: F.rms_norm(x.float(), (x.shape[-1],), w.float(), EPS).to(x.dtype),
     "torch without eps": lambda x, w: F.rms_norm(x, (x.shape[-1],), w),
 }
 
@@ -43,6 +44,22 @@ SPELLINGS = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_spellings_are_fused(spelling, dtype):
     assert_fused(SPELLINGS[spelling], pattern_inputs(3, 5, 8, dtype=dtype), "rms_norm")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_casts_to_float32_are_inside_the_operator(spelling):
+    """It reads and keeps x as the model has it: a norm is not matched from behind its first cast."""
+    inputs = pattern_inputs(3, 5, 8, dtype=torch.bfloat16)
+    assert operators(SPELLINGS[spelling], inputs)["rms_norm"][0].meta["example_value"].dtype == torch.bfloat16
+
+
+def test_a_norm_that_stays_in_float32_is_fused_behind_its_cast():
+    def float32(x, w):
+        h = x.float()
+        return w * (h * rstd_of(h))
+
+    for fn in (float32, lambda x, w: F.rms_norm(x.float(), (8,), w.float(), EPS)):
+        assert_fused(fn, pattern_inputs(3, 5, 8, dtype=torch.bfloat16), "rms_norm")
 
 
 def test_without_weight_is_fused():

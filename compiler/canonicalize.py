@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..patterns._fusion import Hole, Value
-from . import spelling_masks, spelling_norms  # noqa: F401  (both add to RULES)
+from . import spelling_activations, spelling_masks, spelling_norms  # noqa: F401  (they add to RULES)
 from .spelling import RULES, Aliased, Drawn
 
 # The casts that autocast makes without showing them: these ops run in its low precision.

@@ -1,9 +1,12 @@
 """swiglu: which spellings the pattern recognises, which look-alikes it refuses, and that the numbers are right."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
-from _graphs import assert_fused, assert_refused, assert_unseen, operators
+from _graphs import assert_fused, assert_refused, assert_right, assert_unseen, operators
+from fused_backend.compiler import explain
 
 
 def gate_and_up(*shape, dtype=torch.float32):
@@ -18,6 +21,14 @@ SPELLINGS = {
     "gelu": lambda g, u: F.gelu(g) * u,
     "gelu module": lambda g, u: torch.mul(torch.nn.GELU(approximate="none")(g), u),
     "gelu tanh": lambda g, u: F.gelu(g, approximate="tanh") * u,
+    "gelu tanh by powers": lambda g, u: (
+        0.5 * g * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * torch.pow(g, 3.0)))) * u
+    ),
+    "gelu tanh by products": lambda g, u: u * (g * (0.5 * (1 + torch.tanh(g * 0.7978845608 * (1 + 0.044715 * g * g))))),
+    "gelu tanh, halved last": lambda g, u: (
+        (g * (torch.tanh(0.7978845608 * g + 0.0356774081 * g * g * g) + 1)) / 2 * 1.0 * u
+    ),
+    "gelu by erf": lambda g, u: g * 0.5 * (1.0 + torch.erf(g / math.sqrt(2.0))) * u,
 }
 
 
@@ -73,6 +84,13 @@ NO_SITES = {
     "no gate": lambda g, u: F.gelu(g) @ u.transpose(-1, -2),
     "constant": lambda g, u: F.silu(g) * 2.0 + u,
     "scaled sigmoid": lambda g, u: g * torch.sigmoid(1.702 * g) * u,
+    "gelu of another": lambda g, u: 0.5 * g * (1 + torch.erf(u.sin() / math.sqrt(2.0))) * u,
+    "gelu not halved": lambda g, u: g * (1 + torch.erf(g / math.sqrt(2.0))) * u,
+    "gelu by another constant": lambda g, u: 0.5 * g * (1 + torch.erf(g / 1.5)) * u,
+    "gelu with another cube": lambda g, u: 0.5 * g * (1 + torch.tanh(0.7978845608 * (g + 0.04 * g**3))) * u,
+    "gelu with a square": lambda g, u: 0.5 * g * (1 + torch.tanh(0.7978845608 * (g + 0.044715 * g**2))) * u,
+    "gelu with a constant": lambda g, u: 0.5 * g * (1 + torch.tanh(0.7978845608 * (g + 0.044715 * g**3) + 0.1)) * u,
+    "gelu less": lambda g, u: 0.5 * g * (torch.erf(g / math.sqrt(2.0)) - 1) * u,
     "leaky": lambda g, u: F.leaky_relu(g) * u,
 }
 
@@ -101,6 +119,31 @@ def test_a_sigmoid_without_gradient_is_no_silu():
         return (gate * sigmoid) * up
 
     assert_unseen(mlp, gate_and_up(3, 5, 8), "swiglu")
+
+
+@pytest.mark.parametrize("detached", ["half", "cube", "erf"])
+def test_a_part_without_gradient_makes_no_gelu(detached):
+    def without(part, value):
+        return value.detach() if part == detached else value
+
+    def mlp(gate, up):
+        p = without("cube", 0.044715 * gate**3)
+        t = torch.tanh(0.7978845608 * (gate + p)) if detached == "cube" else torch.erf(gate * 0.5**0.5)
+        return without("half", 0.5 * gate) * (1 + without("erf", t)) * up
+
+    assert_unseen(mlp, gate_and_up(3, 5, 8), "swiglu")
+
+
+def test_gelu_of_what_is_written_to_halfway_is_refused():
+    def mlp(gate, up):
+        h = gate * 1.0001
+        t = torch.erf(h / math.sqrt(2.0))
+        h.mul_(2.0)
+        return 0.5 * h * (1 + t) * up
+
+    fused, _ = explain(mlp, *gate_and_up(3, 5, 8)).counts().get("swiglu", (0, 0))
+    assert fused == 0
+    assert_right(mlp, gate_and_up(3, 5, 8))
 
 
 def test_a_result_viewed_after_a_graph_break_keeps_its_strides():

@@ -208,18 +208,6 @@ def _matmul(table, args, kwargs, fake):
     return "matmul", (x, w)
 
 
-@_rule("cross_entropy")
-def _cross_entropy(table, args, kwargs, fake):
-    order = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = dict(zip(order, args, strict=False)) | kwargs
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        return None
-    return "cross_entropy", (
-        given["input"], given["target"], given.get("weight"), given.get("ignore_index", -100),
-        given.get("reduction", "mean"), given.get("label_smoothing", 0.0),
-    )  # fmt: skip
-
-
 # --- shapes --------------------------------------------------------------------------------------------------------
 
 

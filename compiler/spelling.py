@@ -266,7 +266,11 @@ def _permute(table, args, kwargs, fake):
 def _cat(table, args, kwargs, fake):
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     tensors = tuple(args[0] if args else kwargs["tensors"])
-    return Aliased(tensors[0]) if len(tensors) == 1 else ("cat", (tensors, _negative(dim, len(fake.shape))))
+    if len(tensors) > 1:  # what has nothing in it adds nothing, unless all have
+        tensors = tuple(t for t in tensors if len(t.shape) != len(fake.shape) or size_key(t.shape[dim]) != 0) or tensors
+    if len(tensors) == 1 and tensors[0].dtype == fake.dtype:
+        return Aliased(tensors[0])
+    return "cat", (tensors, _negative(dim, len(fake.shape)))
 
 
 @_rule("stack")

@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..kernels import attention as kernels
+from . import _added_masks  # noqa: F401  (adds to what can be evaluated)
 from ._fusion import Emitter, Fusion, Value, View, static_bytes
 from ._predicate import Evaluator, Predicate, size_of
 
@@ -111,8 +112,9 @@ class _Masks:
         """None for exactly key <= query; the (batch, key) tensor that is not 0 where a key is kept; why neither."""
         if not isinstance(mask, Value) or len(mask.shape) > 4:
             return "the mask is not a tensor of four dimensions"
-        if mask.dtype != torch.bool:
-            return f"the mask is added to the scores ({mask.dtype}), it is not a condition"
+        added = "" if mask.dtype == torch.bool else f"the mask is added to the scores ({mask.dtype})"
+        if mask.requires_grad:
+            return f"{added} and has a gradient"
         index = tuple(
             sp.Integer(0) if isinstance(n, int) and n == 1 else i
             for i, n in zip((_B, _H, _Q, _K)[4 - len(mask.shape) :], mask.shape, strict=True)
@@ -122,13 +124,16 @@ class _Masks:
             reason = view.unsafe(value, [value])
             if reason is not None:
                 return f"the mask cannot be relied on: {reason}"
-        assert isinstance(found, Predicate)
+        if not isinstance(found, Predicate):
+            return f"{added}, it is not a condition"
         if found.atoms is None:
             return "the mask lets no query see any key"
         rest = [atom for atom in found.atoms if atom != _CAUSAL and not _always(*atom, q, k)]
         kept = {atom: source for atom in rest if (source := self._kept(*atom, q, k)) is not None}
         first = next(iter(kept), None)
         reason = self._refuse(found, [atom for atom in rest if atom != first], k)
+        if added and not reason and first is not None:  # of a row without any key, torch makes other numbers then
+            return f"{added} and hides more than later keys"
         return reason or (None if first is None else kept[first])
 
     def _kept(self, relation: str, e: sp.Expr, q: Value, k: Value) -> tuple[View, Value] | None:

@@ -70,12 +70,14 @@ def assert_training_as_accurate(
     make: Callable[[], Any] = batch,
     around: Callable[[Any], Any] = lambda model: model,
     options: dict[str, Any] | None = None,
+    ulp_of: torch.dtype | None = None,
     **loop: Any,
 ) -> Backend:
     """The yardstick over training runs: loss and every gradient of their steps, and the trained parameters.
 
     In one run all numbers share the rounding of its first step: what is outside is judged over more runs, by the same
-    tolerance, before it is called wrong. `around` is what of the model is compiled.
+    tolerance, before it is called wrong. `around` is what of the model is compiled; `ulp_of` is the dtype that the
+    model computes in, where that is not its parameters'.
     """
     torch.manual_seed(1)
     backend = Backend(**(options or {}))
@@ -84,7 +86,7 @@ def assert_training_as_accurate(
     wide = copy.deepcopy(model).double()
     if getattr(wide, "is_gradient_checkpointing", False):
         wide.gradient_checkpointing_disable()  # recomputation would happen outside Float64
-    dtype = next(model.parameters()).dtype
+    dtype = ulp_of or next(model.parameters()).dtype
     for count in (RUNS, 6 * RUNS):
         runs = [[make() for _ in range(STEPS)] for _ in range(count)]
         ours = repeated(model, compiled, runs, **loop)

@@ -354,9 +354,17 @@ def labels_moved_left(logits: Tensor, labels: Tensor) -> Tensor:
     return total / (labels != -100).sum()
 
 
+def chunked(logits: Tensor, labels: Tensor) -> Tensor:
+    """A sum over pieces of the logits, so that less of them is float32 at a time."""
+    labels = torch.hstack((labels[..., 1:], torch.full((labels.size(0), 1), -100)))
+    pieces = zip(logits.chunk(2, dim=1), labels.chunk(2, dim=1), strict=True)
+    total = sum(F.cross_entropy(x.float().reshape(-1, V), t.reshape(-1), reduction="sum") for x, t in pieces)
+    return total / (labels != -100).sum()
+
+
 class Tune(Decoder):
-    def __init__(self, norm: Any = TuneNorm):
-        super().__init__(norm, TuneAttention, TuneMLP, labels_moved_left)
+    def __init__(self, norm: Any = TuneNorm, loss: Any = labels_moved_left):
+        super().__init__(norm, TuneAttention, TuneMLP, loss)
         cache = torch.stack([angles().cos(), angles().sin()], dim=-1)
         self.register_buffer("cache", cache, persistent=False)
 
@@ -373,6 +381,7 @@ STYLES: dict[str, Callable[[], Decoder]] = {
     "lit-gpt, unit offset": lambda: Lit(add_unit_offset=True),
     "torchtune": Tune,
     "torchtune, torch's norm": lambda: Tune(WideTuneNorm),
+    "torchtune, chunks of logits": lambda: Tune(loss=chunked),
     "torchtitan": titan,
 }
 

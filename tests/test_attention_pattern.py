@@ -139,6 +139,35 @@ def interleave(x, repeats):
     return x.repeat_interleave(repeats, dim=1)
 
 
+def before_they_are_moved(x, repeats):
+    B, H, S, K = x.shape
+    x = x.transpose(1, 2)
+    return x[:, :, :, None, :].expand(B, S, H, repeats, K).reshape(B, S, H * repeats, K).transpose(1, 2)
+
+
+def interleaved_before(x, repeats):
+    return torch.repeat_interleave(x.transpose(1, 2), repeats, dim=2).transpose(1, 2)
+
+
+def tiled(x, repeats):
+    """Another order of the heads: the first of each group, then the second."""
+    return x.repeat(1, repeats, 1, 1)
+
+
+def along_the_sequence(x, repeats):
+    """As many numbers in the same places of memory, but what is repeated are positions."""
+    B, H, S, K = x.shape
+    x = x.transpose(1, 2).reshape(B, S // 2, H * 2, K)
+    return x[:, :, None].expand(B, S // 2, repeats, H * 2, K).reshape(B, S, H * repeats, K).transpose(1, 2)
+
+
+@pytest.mark.parametrize("repeat", [tiled, along_the_sequence])
+def test_what_is_repeated_otherwise_stays(repeat):
+    fn = attend(CAUSAL["compare"], repeat)
+    assert_fused(fn, qkv(), "attention")
+    assert call_of(fn, qkv())[1] == [(2, 4, S, 8)] * 2
+
+
 def call_of(fn, inputs):
     """The attention of the rewritten graph: its node, and the shapes of k and v."""
     found = []
@@ -155,7 +184,7 @@ def call_of(fn, inputs):
     return found[0]
 
 
-@pytest.mark.parametrize("repeat", [repeat_kv, interleave])
+@pytest.mark.parametrize("repeat", [repeat_kv, interleave, before_they_are_moved, interleaved_before])
 def test_heads_are_not_repeated(repeat):
     fn = attend(CAUSAL["compare"], repeat)
     assert_fused(fn, qkv(), "attention")

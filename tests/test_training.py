@@ -73,6 +73,7 @@ class Scaled:
 
 
 def test_float16_with_a_gradient_scaler():
+    """No step is skipped, and the scale grows."""
     scaled = Scaled(2.0**10)
     assert_training_as_accurate(llama(), run=scaled.run, optimizer=scaled, ulp_of=F16)
     assert scaled.history[0] == [2.0**10, 2.0**11, 2.0**11, 2.0**12]
@@ -140,10 +141,11 @@ def graphs_of(backend, sizes, **options):
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_no_more_graphs_than_without_us_whatever_the_sizes():
-    sizes = [(4, 16), (4, 21), (4, 13), (4, 32), (3, 16), (2, 9), (4, 16), (1, 24), (1, 16)]
-    ours, plain = graphs_of("fused", sizes, options=OPTIONS), graphs_of("aot_eager", sizes)
-    assert ours <= plain <= 4
+    """One for the sizes seen first, one for any length, one for any number of rows; of one row torch makes another."""
+    sizes = [(4, 16), (4, 21), (3, 16), (2, 32), (4, 16)]
+    assert graphs_of("fused", sizes, options=OPTIONS) <= graphs_of("aot_eager", sizes) == 3
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -286,6 +288,7 @@ def test_eager_attention():
     assert "attention" not in backend.report.counts()
 
 
+@pytest.mark.slow
 def test_flex_attention_does_what_it_does_without_us():
     """Its backward is not made for a CPU, compiled or not: the same error, or the same numbers."""
     outcomes = []

@@ -291,6 +291,11 @@ def _chunk(table, args, kwargs, fake):
     return "chunk", (args[0], _negative(dim, len(args[0].shape)), tuple(size_key(p.shape[dim]) for p in fake))
 
 
+@_rule("unbind")
+def _unbind(table, args, kwargs, fake):
+    return "unbind", (args[0], _negative(kwargs.get("dim", args[1] if len(args) > 1 else 0), len(args[0].shape)))
+
+
 @_rule("narrow")
 def _narrow_rule(table, args, kwargs, fake):
     _, dim, start, length = args
@@ -305,6 +310,8 @@ def _narrow_rule(table, args, kwargs, fake):
 def _getitem(table, args, kwargs, fake):
     x, index = args
     if isinstance(x.fake, (tuple, list)):
+        if x.op == "unbind":
+            return _select(*x.args, index % len(x.fake))
         if x.op != "chunk":
             return "item", (x, index)
         source, dim, sizes = x.args

@@ -153,8 +153,9 @@ class _Masks:
                 sources = " and ".join(str(self.evaluator.unknown[name][1]) for name in sorted(names))
                 return f"who sees whom depends on {sources or 'a rounded position'}"
         if _CAUSAL not in (found.atoms or ()):
-            conditions = " and ".join(f"{e} {relation} 0" for relation, e in rest) or "any"
-            return f"the mask is not causal: a query sees keys where {conditions}"
+            conditions = " and ".join(f"{e} {relation} 0" for relation, e in rest)
+            sees = f"a query sees keys where {conditions}" if rest else "every query sees every key"
+            return f"the mask is not causal: {sees}"
         for relation, e in rest:
             window = _Q - _K + 1 - e
             if relation != "<=" or not window.is_Integer:

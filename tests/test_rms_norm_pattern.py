@@ -35,6 +35,9 @@ SPELLINGS = {
     "gemma": lambda x, w: (x.float() * rstd_of(x.float()) * (1.0 + w.float())).type_as(x),
     "no-op casts and slices": lambda x, w: (w.contiguous() * (x.float()[:, 0:] * rstd_of(x.float())).to(x.dtype)) * 1.0,
     "torch": lambda x, w: F.rms_norm(x, (x.shape[-1],), w, EPS),
+    "a sum over their number": lambda x, w: (
+        w * (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) / x.shape[-1] + EPS)).to(x.dtype)
+    ),
     "torch in float32": lambda x, w: F.rms_norm(x.float(), (x.shape[-1],), w.float(), EPS).to(x.dtype),
     "torch without eps": lambda x, w: F.rms_norm(x, (x.shape[-1],), w),
 }
@@ -149,6 +152,13 @@ NEAR_MISSES = {
 def test_near_misses_are_refused(name):
     fn, reason = NEAR_MISSES[name]
     assert_refused(fn, pattern_inputs(3, 5, 8), "rms_norm", reason)
+
+
+def test_a_sum_over_another_number_is_no_mean():
+    def norm(x, w):
+        return w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / 5 + EPS))
+
+    assert_unseen(norm, pattern_inputs(3, 5, 8), "rms_norm")
 
 
 def test_layer_norm_written_by_hand_is_no_site():

@@ -147,9 +147,9 @@ def classes():
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.randint(3, (2,))}
 
 
-BIASED = {"attention": "added to the scores"}
+BIASED = {"attention": "the mask is"}
 TASKS = {
-    # T5's position bias is part of its scores: three attentions that are not causal alone.
+    # T5's position bias is learned and added to the scores, and what the decoder reads of the encoder is not causal.
     "t5": (batch, (7, 0, 0, 2, 1), BIASED),
     "llava": (text, (3, 1, 1, 1, 1), None),
     "qwen2_vl": (in_three_axes, (3, 1, 1, 1, 1), None),

@@ -311,7 +311,8 @@ def _getitem(table, args, kwargs, fake):
     x, index = args
     if isinstance(x.fake, (tuple, list)):
         if x.op == "unbind":
-            return _select(*x.args, index % len(x.fake))
+            source, dim = x.args
+            return _select(source, dim, index % len(x.fake))
         if x.op != "chunk":
             return "item", (x, index)
         source, dim, sizes = x.args

@@ -29,10 +29,11 @@ def _or_gelu(rule: Rule) -> Rule:
         # In float16 the cube overflows where gelu does not.
         if not isinstance(found, tuple) or fake.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             return found
-        op, operands = found
-        if op == "div" and _is_number(operands[1]) and operands[1] != 0:
-            operands = operands[0], 1 / operands[1]
-        return (_gelu(*operands, fake) if op in ("mul", "div") else None) or found
+        op, (a, *rest) = found
+        b: Any = rest[0] if op in ("mul", "div") else None
+        if op == "div":
+            b = 1 / b if _is_number(b) and b != 0 else None
+        return (_gelu(a, b, fake) if b is not None else None) or found
 
     return completed
 
@@ -54,9 +55,11 @@ def _gelu(a: Any, b: Any, fake: torch.Tensor) -> tuple[str, tuple[Any, ...]] | N
     if not math.isclose(scale * by_a * by_b, 0.5, rel_tol=_CLOSE):
         return None
     for x, s in ((a, b), (b, a)):
-        outer = s.args[0] if s.op == "add" and _is_number(s.args[1]) and s.args[1] == 1 else None
-        name, wanted = _GELUS.get(outer.op if isinstance(outer, Value) else "", ("", {}))
-        if not name or x.dtype != fake.dtype or not all(_kept(v, fake) for v in (s, outer)):
+        if s.op != "add" or not _is_number(s.args[1]) or s.args[1] != 1 or x.dtype != fake.dtype:
+            continue
+        outer = s.args[0]
+        name, wanted = _GELUS.get(outer.op, ("", {}))
+        if not name or not all(_kept(v, fake) for v in (s, outer)):
             continue
         terms = {degree: c for degree, c in (_polynomial(outer.args[0], x, fake) or {}).items() if c}
         if terms.keys() == wanted.keys() and all(math.isclose(terms[d], wanted[d], rel_tol=_CLOSE) for d in wanted):

@@ -5,6 +5,7 @@ differ. The Trainer and PEFT have tests of their own, and so have masks.
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def llama(**changes):
     return tiny("llama", num_hidden_layers=1, **changes)
 
 
-def uncached():
+def uncached() -> dict[str, Any]:
     return batch() | {"use_cache": False}
 
 

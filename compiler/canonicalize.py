@@ -18,13 +18,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..patterns._fusion import Hole, Value
-from . import spelling_masks, spelling_norms  # noqa: F401  (both add to RULES)
+from . import spelling_activations, spelling_losses, spelling_masks, spelling_norms  # noqa: F401  (add to RULES)
 from .spelling import RULES, Aliased, Drawn
 
 # The casts that autocast makes without showing them: these ops run in its low precision.
 _AUTOCAST_LOW = {"linear", "matmul", "mm", "bmm", "scaled_dot_product_attention"}
 # ... and these in float32, where the result shows it.
-_AUTOCAST_FLOAT32 = {"pow", "rsqrt", "sqrt", "cross_entropy", "rms_norm", "layer_norm", "mean"}
+_AUTOCAST_FLOAT32 = {
+    "pow", "rsqrt", "sqrt", "mean", "rms_norm", "layer_norm", "log_softmax", "nll_loss", "cross_entropy",
+}  # fmt: skip
 
 _INPLACE_OPERATORS = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.imatmul,

@@ -216,18 +216,6 @@ def _matmul(table, args, kwargs, fake):
     return "matmul", (x, w)
 
 
-@_rule("cross_entropy")
-def _cross_entropy(table, args, kwargs, fake):
-    order = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = dict(zip(order, args, strict=False)) | kwargs
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        return None
-    return "cross_entropy", (
-        given["input"], given["target"], given.get("weight"), given.get("ignore_index", -100),
-        given.get("reduction", "mean"), given.get("label_smoothing", 0.0),
-    )  # fmt: skip
-
-
 # --- shapes --------------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +274,11 @@ def _permute(table, args, kwargs, fake):
 def _cat(table, args, kwargs, fake):
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     tensors = tuple(args[0] if args else kwargs["tensors"])
-    return Aliased(tensors[0]) if len(tensors) == 1 else ("cat", (tensors, _negative(dim, len(fake.shape))))
+    if len(tensors) > 1:  # what has nothing in it adds nothing, unless all have
+        tensors = tuple(t for t in tensors if len(t.shape) != len(fake.shape) or size_key(t.shape[dim]) != 0) or tensors
+    if len(tensors) == 1 and tensors[0].dtype == fake.dtype:
+        return Aliased(tensors[0])
+    return "cat", (tensors, _negative(dim, len(fake.shape)))
 
 
 @_rule("stack")
@@ -307,6 +299,11 @@ def _chunk(table, args, kwargs, fake):
     return "chunk", (args[0], _negative(dim, len(args[0].shape)), tuple(size_key(p.shape[dim]) for p in fake))
 
 
+@_rule("unbind")
+def _unbind(table, args, kwargs, fake):
+    return "unbind", (args[0], _negative(kwargs.get("dim", args[1] if len(args) > 1 else 0), len(args[0].shape)))
+
+
 @_rule("narrow")
 def _narrow_rule(table, args, kwargs, fake):
     _, dim, start, length = args
@@ -321,6 +318,9 @@ def _narrow_rule(table, args, kwargs, fake):
 def _getitem(table, args, kwargs, fake):
     x, index = args
     if isinstance(x.fake, (tuple, list)):
+        if x.op == "unbind":
+            source, dim = x.args
+            return _select(source, dim, index % len(x.fake))
         if x.op != "chunk":
             return "item", (x, index)
         source, dim, sizes = x.args

@@ -67,6 +67,15 @@ def _floor_divide(table, args, kwargs, fake) -> Result:
     return None if kwargs or fake.is_floating_point() else ("floordiv", tuple(args))
 
 
+def _where(table, args, kwargs, fake) -> Result:
+    return None if kwargs or len(args) != 3 else ("where", tuple(args))
+
+
+def _masked_fill(table, args, kwargs, fake) -> Result:
+    given = dict(zip(("input", "mask", "value"), args, strict=False)) | kwargs
+    return ("masked_fill", tuple(given[n] for n in ("input", "mask", "value"))) if _is_number(given["value"]) else None
+
+
 # --- along a dimension ---------------------------------------------------------------------------------------------
 
 
@@ -88,6 +97,10 @@ def _triangle(name: str):
         return name, (args[0], diagonal)
 
     return rule
+
+
+def _hstack(table, args, kwargs, fake) -> Result:
+    return RULES["cat"](table, (args[0] if args else kwargs["tensors"], min(1, len(fake.shape) - 1)), {}, fake)
 
 
 def _expand(table, args, kwargs, fake) -> Result:
@@ -159,6 +172,7 @@ RULES.update(
         "invert": _logic("not"), "bitwise_not": _logic("not"), "logical_not": _logic("not"),
         "floordiv": _floor_divide, "floor_divide": _floor_divide,
         "cumsum": _cumsum, "diff": _diff, "tril": _triangle("tril"), "triu": _triangle("triu"),
+        "where": _where, "masked_fill": _masked_fill, "hstack": _hstack,
         "expand": _expand, "broadcast_to": _expand, "expand_as": _expand,
         "getitem": _getitem, "scaled_dot_product_attention": _attention,
     }

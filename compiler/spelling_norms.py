@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from .spelling import RULES
+from ..patterns._fusion import Value
+from .spelling import RULES, _kept
 
 
 def _given(order: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], default: Mapping[str, Any]):
@@ -38,4 +40,18 @@ def _var(table, args, kwargs, fake):
     return "mean", (table.make("pow", (centred, 2), x.fake), *over)
 
 
+_quotient = RULES["div"]
+
+
+def _div(table, args, kwargs, fake):
+    """A sum divided by how many numbers it is of is their mean."""
+    a, b = args
+    if not kwargs and isinstance(a, Value) and a.op == "sum" and isinstance(b, int) and not isinstance(b, bool):
+        x, dims, _ = a.args
+        if math.prod(n if isinstance(n := x.shape[d], int) else 0 for d in dims) == b and _kept(a, fake):
+            return "mean", a.args
+    return _quotient(table, args, kwargs, fake)
+
+
+RULES.update(dict.fromkeys(("div", "truediv", "true_divide", "divide"), _div))
 RULES.update(rms_norm=_rms_norm, layer_norm=_layer_norm, var=_var)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ._fusion import Emitter, Value, View
+
+LOW = (torch.bfloat16, torch.float16)
 
 
 def average_under(rsqrt: Value) -> Value | None:
@@ -35,6 +38,25 @@ def uncast(value: Value) -> Value:
     while value.op == "convert":
         value = value.args[0]
     return value
+
+
+def widened(view: View, value: Value) -> Value:
+    """What a cast to float32 before a norm was made of, if the norm alone reads the cast.
+
+    Were there other readers, eager would add their gradients in float32 before it rounds.
+    """
+    wide = value.op == "convert" and value.dtype == torch.float32 and value.args[0].dtype in LOW and not value.cut
+    return value.args[0] if wide and len(view.users(value)) <= len(value.nodes) else value
+
+
+def narrowed(view: View, value: Value) -> Value:
+    """The cast of a norm's result, if only that is read of it: eager adds the gradients of several in float32."""
+    users = view.users(value)
+    if value.dtype != torch.float32 or len(users) != 1 or users[0].op == "output":
+        return value
+    cast = view.of(users[0])
+    narrow = cast.op == "convert" and cast.dtype in LOW and not cast.cut
+    return cast if narrow and cast.nodes == users else value
 
 
 def over_rows(x: Value, emit: Emitter, norm: Callable[[Any], Node]) -> Node:

@@ -113,8 +113,9 @@ class _In:
         if outside is not None:
             return self.evaluator.element(outside[1], index, outside[0])
         self.evaluator.read.append((self.view, value))
-        rule = _RULES.get(value.op)
-        known = value.dtype == torch.bool or value.dtype in _POSITIONS
+        floating = value.dtype is not None and value.dtype.is_floating_point
+        rule = (FLOATING if floating else _RULES).get(value.op)
+        known = floating or value.dtype == torch.bool or value.dtype in _POSITIONS
         if rule is not None and known:
             try:
                 return rule(self, value, index)
@@ -376,3 +377,5 @@ _RULES: dict[str, Callable[[_In, Value, Index], Element]] = {
     "transpose": _transpose, "reshape": _reshape, "merge_last": _reshape, "narrow": _narrow, "half": _half,
     "select": _select, "index": _index, "cumsum": _cumsum, "diff": _diff, "tril": _triangle(1), "triu": _triangle(-1),
 }  # fmt: skip
+# For tensors of floating point: none but those of `_added_masks.py`.
+FLOATING: dict[str, Callable[[_In, Value, Index], Element]] = {}

@@ -10,7 +10,7 @@ Shapes: B batch, H query heads, S sequence, K head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import sympy as sp
@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..kernels import attention as kernels
+from . import _added_masks  # noqa: F401  (adds to what can be evaluated)
 from ._fusion import Emitter, Fusion, Value, View, static_bytes
 from ._predicate import Evaluator, Predicate, size_of
 
@@ -36,6 +37,7 @@ class _Grouped:
     repeats: int
     covered: tuple[Value, ...]
     cast: torch.dtype | None = None  # made after the heads were repeated
+    moved: bool = False  # source is (batch, sequence, heads, channels): heads were repeated before they were moved
 
 
 def anchor(value: Value) -> bool:
@@ -111,8 +113,9 @@ class _Masks:
         """None for exactly key <= query; the (batch, key) tensor that is not 0 where a key is kept; why neither."""
         if not isinstance(mask, Value) or len(mask.shape) > 4:
             return "the mask is not a tensor of four dimensions"
-        if mask.dtype != torch.bool:
-            return f"the mask is added to the scores ({mask.dtype}), it is not a condition"
+        added = "" if mask.dtype == torch.bool else f"the mask is added to the scores ({mask.dtype})"
+        if mask.requires_grad:
+            return f"{added} and has a gradient"
         index = tuple(
             sp.Integer(0) if isinstance(n, int) and n == 1 else i
             for i, n in zip((_B, _H, _Q, _K)[4 - len(mask.shape) :], mask.shape, strict=True)
@@ -122,13 +125,16 @@ class _Masks:
             reason = view.unsafe(value, [value])
             if reason is not None:
                 return f"the mask cannot be relied on: {reason}"
-        assert isinstance(found, Predicate)
+        if not isinstance(found, Predicate):
+            return f"{added}, it is not a condition"
         if found.atoms is None:
             return "the mask lets no query see any key"
         rest = [atom for atom in found.atoms if atom != _CAUSAL and not _always(*atom, q, k)]
         kept = {atom: source for atom in rest if (source := self._kept(*atom, q, k)) is not None}
         first = next(iter(kept), None)
         reason = self._refuse(found, [atom for atom in rest if atom != first], k)
+        if added and not reason and first is not None:  # of a row without any key, torch makes other numbers then
+            return f"{added} and hides more than later keys"
         return reason or (None if first is None else kept[first])
 
     def _kept(self, relation: str, e: sp.Expr, q: Value, k: Value) -> tuple[View, Value] | None:
@@ -147,8 +153,9 @@ class _Masks:
                 sources = " and ".join(str(self.evaluator.unknown[name][1]) for name in sorted(names))
                 return f"who sees whom depends on {sources or 'a rounded position'}"
         if _CAUSAL not in (found.atoms or ()):
-            conditions = " and ".join(f"{e} {relation} 0" for relation, e in rest) or "any"
-            return f"the mask is not causal: a query sees keys where {conditions}"
+            conditions = " and ".join(f"{e} {relation} 0" for relation, e in rest)
+            sees = f"a query sees keys where {conditions}" if rest else "every query sees every key"
+            return f"the mask is not causal: {sees}"
         for relation, e in rest:
             window = _Q - _K + 1 - e
             if relation != "<=" or not window.is_Integer:
@@ -182,21 +189,32 @@ def _grouped(x: Value) -> _Grouped:
     if x.op == "convert":
         inner = _grouped(x.args[0])
         if inner.repeats > 1 and inner.cast is None:
-            return _Grouped(inner.source, inner.repeats, (x, *inner.covered), x.dtype)
-        return _Grouped(x, 1, ())
-    if x.op == "repeat_interleave" and x.args[2] == -3 and isinstance(x.args[1], int) and len(x.shape) == 4:
+            return replace(inner, covered=(x, *inner.covered), cast=x.dtype)
+    elif x.op == "transpose" and x.args[1:] == (-3, -2):
+        inner = _repeated(x.args[0], -2)
+        if inner is not None:
+            return replace(inner, covered=(x, *inner.covered), moved=True)
+    return _repeated(x, -3) or _Grouped(x, 1, ())
+
+
+def _repeated(x: Value, heads: int) -> _Grouped | None:
+    """x as a tensor of four dimensions that was repeated along its dimension `heads`, each row of it in turn."""
+    if x.op == "repeat_interleave" and x.args[2] == heads and isinstance(x.args[1], int) and len(x.shape) == 4:
         return _Grouped(x.args[0], x.args[1], (x,))
-    if x.op == "reshape" and x.args[0].op == "expand" and x.args[0].args[0].op == "unsqueeze":
-        expanded, inserted = x.args[0], x.args[0].args[0]
-        source = inserted.args[0]
-        B, H, S, K = (str(n) for n in source.shape) if len(source.shape) == 4 else ("",) * 4
-        repeats = expanded.shape[2] if len(expanded.shape) == 5 and inserted.args[1] == -3 else None
-        if not isinstance(repeats, int) or not H.isdigit():
-            return _Grouped(x, 1, ())
-        as_expanded, as_repeated = [B, H, str(repeats), S, K], [B, str(int(H) * repeats), S, K]
-        if [str(n) for n in expanded.shape] == as_expanded and [str(n) for n in x.shape] == as_repeated:
-            return _Grouped(source, repeats, (x, expanded, inserted))
-    return _Grouped(x, 1, ())
+    if x.op != "reshape" or x.args[0].op != "expand" or x.args[0].args[0].op != "unsqueeze":
+        return None
+    expanded, inserted = x.args[0], x.args[0].args[0]
+    source = inserted.args[0]
+    if len(expanded.shape) != 5 or len(source.shape) != 4 or inserted.args[1] != heads:
+        return None
+    repeats, sizes = expanded.shape[heads], [str(n) for n in source.shape]
+    if not isinstance(repeats, int) or not sizes[heads].isdigit():
+        return None
+    at = 4 + heads
+    as_expanded = [*sizes[: at + 1], str(repeats), *sizes[at + 1 :]]
+    as_repeated = [*sizes[:at], str(int(sizes[at]) * repeats), *sizes[at + 1 :]]
+    whole = [str(n) for n in expanded.shape] == as_expanded and [str(n) for n in x.shape] == as_repeated
+    return _Grouped(source, repeats, (x, expanded, inserted)) if whole else None
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -227,7 +245,7 @@ def _refuse_kept(view: View, site: _Site) -> str | None:
 
 def _emit(view: View, site: _Site, masks: _Masks, emit: Emitter) -> Node:
     q, scale = site.call.args[0], site.call.args[6]
-    k, v = (emit.call("to", x.source, x.cast) if x.cast else emit.node(x.source) for x in (site.keys, site.values))
+    k, v = (_heads(x, emit) for x in (site.keys, site.values))
     if site.kept is None and _refuse_operator(site.call):
         grouped = site.call.args[7] or site.keys.repeats > 1
         return emit.call(
@@ -238,6 +256,12 @@ def _emit(view: View, site: _Site, masks: _Masks, emit: Emitter) -> Node:
     steady = all(isinstance(n, int) for n in q.shape)
     keep, windows = (None, None) if site.kept is None else _windows(view, site.kept, masks, emit)
     return emit.item(emit.call(kernels.attention, q, k, v, keep, windows, scale, steady), 0)
+
+
+def _heads(x: _Grouped, emit: Emitter) -> Node:
+    """Keys or values (batch, heads, sequence, channels) before they were repeated."""
+    heads = emit.call("transpose", x.source, 1, 2) if x.moved else emit.node(x.source)
+    return emit.call("to", heads, x.cast) if x.cast else heads
 
 
 def _windows(view: View, kept: tuple[View, Value], masks: _Masks, emit: Emitter) -> list[Node]:

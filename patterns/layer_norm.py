@@ -13,9 +13,7 @@ from torch.fx import Node
 
 from ..kernels import layer_norm as kernels
 from ._fusion import Emitter, Fusion, Idiom, Match, Value, View, static_bytes
-from ._norms import average_under, is_variance, over_rows, residual_add
-
-_LOW = (torch.bfloat16, torch.float16)
+from ._norms import LOW, average_under, is_variance, narrowed, over_rows, residual_add, widened
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
@@ -69,11 +67,11 @@ def refuse(match: Match) -> str | None:
     x = match["x"]
     if x.dtype == torch.float64:
         return "x is float64 and normalised in float32, where the operator would compute in float64"
-    if x.dtype not in (torch.float32, *_LOW):
+    if x.dtype not in (torch.float32, *LOW):
         return f"no kernel for {x.dtype}"
     if len(x.shape) < 2:
         return f"x has {len(x.shape)} dimension(s); at least two are needed"
-    if x.op == "convert" and x.args[0].dtype in _LOW:
+    if x.op == "convert" and x.args[0].dtype in LOW:
         # The same norm, read from its middle; it matches as a whole too, unless its result is something else.
         return f"x is a cast from {x.args[0].dtype}, which must be part of the norm"
     for name, v in (("weight", match.get("w")), ("bias", match.get("b"))):
@@ -81,7 +79,7 @@ def refuse(match: Match) -> str | None:
             continue
         if len(v.shape) != 1 or str(v.shape[0]) != str(x.shape[-1]):
             return f"{name} {v.shape} is not one number per channel of x {x.shape}"
-        if v.dtype not in (torch.float32, *_LOW):
+        if v.dtype not in (torch.float32, *LOW):
             return f"no kernel for a {name} of {v.dtype}"
     return None
 
@@ -123,33 +121,14 @@ def _unknown(value: Value) -> str | None:
 
 def _fuse_call(view: View, value: Value) -> str | None:
     x, _, w, b, eps = value.args
-    root, source = _narrowed(view, value), _widened(view, x)
+    root, source = narrowed(view, value), widened(view, x)
     reason = view.unsafe(root, (root, value))
     if reason is not None:
         return reason
-    w, b = (None if t is None else _widened(view, t) for t in (w, b))
+    w, b = (None if t is None else widened(view, t) for t in (w, b))
     dtype = None if root.dtype == source.dtype else root.dtype
     arguments = (source, w, b, float(eps), False, dtype)
     return view.replace("layer_norm", [root], lambda emit: [emit.item(emit.call(kernels.layer_norm, *arguments), 0)])
-
-
-def _widened(view: View, value: Value) -> Value:
-    """What a cast to float32 was made of, if the norm alone reads the cast.
-
-    Were there other readers, eager would add their gradients in float32 before it rounds.
-    """
-    wide = value.op == "convert" and value.dtype == torch.float32 and value.args[0].dtype in _LOW and not value.cut
-    return value.args[0] if wide and len(view.users(value)) <= len(value.nodes) else value
-
-
-def _narrowed(view: View, value: Value) -> Value:
-    """The cast of the result, if that is all that is read of it: eager adds the gradients of several in float32."""
-    users = view.users(value)
-    if value.dtype != torch.float32 or len(users) != 1 or users[0].op == "output":
-        return value
-    cast = view.of(users[0])
-    narrow = cast.op == "convert" and cast.dtype in _LOW and not cast.cut
-    return cast if narrow and cast.nodes == users else value
 
 
 FUSION = Fusion(

@@ -33,10 +33,18 @@ class _Chain:
     softcap: float = 0.0
 
 
+def anchor(value: Value) -> bool:
+    """torch's loss, in one call or in two: nll_loss of rows of a log_softmax."""
+    rows = value.args[0] if value.op == "nll_loss" else None
+    while rows is not None and rows.op in ("reshape", "merge_last", "narrow", "select"):
+        rows = rows.args[0]
+    return value.op == "cross_entropy" or (rows is not None and rows.op == "log_softmax")
+
+
 def fuse_linear_cross_entropy(view: View) -> None:
     """Every cross_entropy whose input comes from one linear layer."""
     for loss in list(view.values):
-        if loss.op == "cross_entropy" and loss.nodes:
+        if anchor(loss) and loss.nodes:
             reason = _fuse(view, loss)
             if reason is not None:
                 view.refused(NAME, loss, reason)
@@ -46,7 +54,7 @@ def _fuse(view: View, loss: Value) -> str | None:
     reason = _refuse_loss(loss)
     if reason is not None:
         return reason
-    chain = _walk(loss.args[0])
+    chain = _walk(loss)
     if isinstance(chain, str):
         return chain
     reason = _refuse_linear(chain) or view.unsafe(loss, [loss, *chain.values]) or _other_readers(view, loss, chain)
@@ -77,20 +85,44 @@ def _refuse_loss(loss: Value) -> str | None:
         return f"no kernel for targets of {target.dtype}"
     if not isinstance(ignore_index, int) or not isinstance(smoothing, (int, float)):
         return "ignore_index or label_smoothing is not known at compile time"
-    if len(logits.shape) != 2 or len(target.shape) != 1:
+    if not _classes_in_the_middle(loss) and (len(logits.shape) != 2 or len(target.shape) != 1):
         return f"logits have shape {logits.shape}; only (tokens, vocabulary) is supported"
     return None
 
 
-def _walk(value: Value) -> _Chain | str:
+def _classes_in_the_middle(loss: Value) -> bool:
+    """(batch, vocabulary, length) with targets (batch, length), made by a transposition that can be left out."""
+    logits, target = loss.args[:2]
+    moved = loss.op == "cross_entropy" and logits.op == "transpose" and logits.args[1:] == (-2, -1)
+    return moved and len(logits.shape) == 3 and len(target.shape) == 2
+
+
+def _walk(loss: Value) -> _Chain | str:
     """Up from the loss's input to the linear layer."""
-    values: list[Value] = []
+    value, values = loss.args[0], list[Value]()
     rows: list[tuple[str, tuple[Any, ...]]] = []
     scale, softcap = 1.0, 0.0
-    while value.op != "linear":
+    if _classes_in_the_middle(loss):
+        values, value = [value], value.args[0]
+    normalised = loss.op == "nll_loss"
+    while value.op != "linear" or normalised:
         values.append(value)
         capped = _softcap(value)
-        if capped is not None:
+        if normalised and value.op == "log_softmax" and value.args[1] == -1:
+            normalised, value = False, value.args[0]
+        elif value.op in ("reshape", "merge_last") and str(value.shape[-1]) == str(value.args[0].shape[-1]):
+            if rows and len(value.shape) != 2:
+                return f"rows are selected of {value.shape}, which the hidden states are not reshaped to"
+            rows += [("flatten", ())] if rows else []
+            value = value.args[0]
+        elif value.op in ("narrow", "select") and value.args[1] < -1:
+            if not all(isinstance(a, (int, type(None))) for a in value.args[2:]):
+                return "rows are selected by a length that is not known at compile time"
+            rows.append((value.op, value.args[1:]))
+            value = value.args[0]
+        elif normalised:
+            return f"nll_loss reads {value}, which is no log_softmax over the vocabulary"
+        elif capped is not None:
             inner, softcap_here, between = capped
             if softcap or scale != 1.0:
                 return "the logits are capped and then scaled again"
@@ -103,15 +135,6 @@ def _walk(value: Value) -> _Chain | str:
         elif value.op == "convert":
             if value.dtype not in (torch.float32, torch.float64):
                 return f"the logits are rounded to {value.dtype} before the loss"
-            value = value.args[0]
-        elif value.op == "reshape" and str(value.shape[-1]) == str(value.args[0].shape[-1]):
-            if rows:
-                return "rows are selected after a reshape, which the hidden states do not go through"
-            value = value.args[0]
-        elif value.op in ("narrow", "select") and value.args[1] < -1:
-            if not all(isinstance(a, (int, type(None))) for a in value.args[2:]):
-                return "rows are selected by a length that is not known at compile time"
-            rows.append((value.op, value.args[1:]))
             value = value.args[0]
         elif value.op == "item" and value.args[0].op == "fused.lora_linear":
             return "the head has an adapter"
@@ -184,13 +207,17 @@ def _emit(loss: Value, chain: _Chain, emit: Emitter) -> Node:
     x, w, bias = chain.linear.args
     rows = emit.node(x)
     for op, args in chain.rows:
+        if op == "flatten":
+            rows = emit.call("reshape", rows, -1, x.shape[-1])
+            continue
         dim, part = args[0], args[1] if op == "select" else slice(*args[1:])
         rows = emit.call(operator.getitem, rows, (Ellipsis, part, *[slice(None)] * (-dim - 1)))
     if len(rows.meta["example_value"].shape) != 2:
         rows = emit.call("reshape", rows, -1, x.shape[-1])
+    flat = emit.call("reshape", target, -1) if len(target.shape) == 2 else target
     needs = [bool(loss.requires_grad and v is not None and v.requires_grad) for v in (x, w, bias)]
     out = emit.call(
-        kernels.linear_cross_entropy, rows, w, bias, target, reduction, ignore_index, float(label_smoothing),
+        kernels.linear_cross_entropy, rows, w, bias, flat, reduction, ignore_index, float(label_smoothing),
         float(chain.logit_scale), chain.softcap, *needs,
     )  # fmt: skip
     result = emit.item(out, 0)
@@ -199,7 +226,7 @@ def _emit(loss: Value, chain: _Chain, emit: Emitter) -> Node:
 
 FUSION = Fusion(
     name=NAME,
-    anchor=lambda value: value.op == "cross_entropy",
+    anchor=anchor,
     passes=(fuse_linear_cross_entropy,),
     priority=40,
 )

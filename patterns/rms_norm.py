@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from ..kernels import rms_norm as kernels
 from ._fusion import Emitter, Fusion, Idiom, Match, Value, View, static_bytes
-from ._norms import average_under, is_variance, over_rows, residual_add
+from ._norms import average_under, is_variance, narrowed, over_rows, residual_add, widened
 
 
 def llama_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
@@ -132,10 +132,14 @@ def fuse_torch_rms_norm(view: View) -> None:
             continue
         if eps is None:
             eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-        emit = _torch_norm(x, w, float(eps))
-        reason = view.replace("rms_norm", [value], emit)
+        root, source = narrowed(view, value), widened(view, x)
+        if root.dtype != source.dtype or view.unsafe(root, (root, value)) is not None:
+            root, source = value, x  # the casts stay
+        elif source is not x and w is not None:
+            w = widened(view, w)
+        reason = view.replace("rms_norm", [root], _torch_norm(source, w, float(eps)))
         if reason is None:
-            view.fused("rms_norm", value, static_bytes([x]), "torch_rms_norm")
+            view.fused("rms_norm", value, static_bytes([source]), "torch_rms_norm")
         else:
             view.refused("rms_norm", value, reason)
 

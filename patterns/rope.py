@@ -49,6 +49,16 @@ def gpt_oss_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
+def nanogpt_halves_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = torch.chunk(x, 2, dim=-1)
+    return torch.cat((x1 * cos + x2 * sin, x1 * (-sin) + x2 * cos), dim=-1)
+
+
+def halves_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = torch.chunk(x, 2, dim=-1)
+    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1)
+
+
 def deepseek_pairs_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x[..., 0::2], x[..., 1::2]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
@@ -97,8 +107,17 @@ def anchor(value: Value) -> bool:
         return isinstance(value.args[0], Value) and value.args[0].op == "mul"
     if value.op not in ("cat", "stack") or value.args[1] != -1 or len(value.args[0]) != 2:
         return False
-    a, b = (v.op for v in value.args[0])
-    return "neg" in (a, b) or {a, b} == {"sub", "add"}
+    a, b = value.args[0]
+    return "neg" in (a.op, b.op) or {a.op, b.op} == {"sub", "add"} or _turned(a, b)
+
+
+def _turned(a: Value, b: Value) -> bool:
+    """Are both sums of two products, with the same four factors but for a sign?"""
+    if not a.op == b.op == "add" or not all(isinstance(p, Value) and p.op == "mul" for p in (*a.args, *b.args)):
+        return False
+    factors = [[f for p in s.args for f in p.args if isinstance(f, Value)] for s in (a, b)]
+    unsigned = [{id(f.args[0]) if f.op == "neg" else id(f) for f in of_one} for of_one in factors]
+    return len(unsigned[0]) == 4 and unsigned[0] == unsigned[1]
 
 
 def refuse(match: Match) -> str | None:
@@ -272,6 +291,8 @@ FUSION = Fusion(
         Idiom(llama_rotate_half, _example, _HALF),
         Idiom(nanochat_rotate_back, _example, _BACKWARDS),
         Idiom(gpt_oss_halves, _example_half_width, _HALF),
+        Idiom(nanogpt_halves_back, _example_half_width, _BACKWARDS),
+        Idiom(halves_back, _example_half_width, _BACKWARDS),
         Idiom(deepseek_pairs_to_halves, _example_half_width, _PAIRS_TO_HALVES),
         Idiom(cohere_interleaved, _example, _PAIRS),
         Idiom(ernie_interleaved, _example, _PAIRS),

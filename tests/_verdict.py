@@ -13,6 +13,7 @@ from _census import Sites, census
 from _training import Step, batch, exact_step, guarded, inaccurate, step
 from fused_backend.compiler import Options, Report
 from fused_backend.compiler.backend import lower, rewrite
+from fused_backend.compiler.budget import Request
 from fused_backend.compiler.report import where_of
 from torch._dynamo.utils import counters
 
@@ -32,16 +33,16 @@ class Backend:
     run as Dynamo wrote them, as under backend="eager": the parity reference, without tracing the model once more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        self.options = Options(lowering="aot_eager", **options)
         self.report = Report()
         self.as_traced = False
         self.fused: Counter[tuple[str, str]] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        options = Options(lowering="aot_eager")
         traced = copy.deepcopy(gm)
-        found, finish = rewrite(gm, options)
+        found, finish = rewrite(gm, self.options)
         self.report.decisions += found.decisions
         self.report.graph_count += 1
         fused = Counter((d.fusion, d.where) for d in found.decisions if d.status == "fused" and d.fusion != "rope")
@@ -50,7 +51,7 @@ class Backend:
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
                 fused["rope", where_of(node)] += {"rope": 1, "rope_qk": 2}.get(name, 0)
-        compiled = finish(lower(gm, example_inputs, options, None))
+        compiled = finish(lower(gm, example_inputs, self.options, None, Request.of(self.options)))
 
         def run(*args: Any) -> Any:
             if self.as_traced:

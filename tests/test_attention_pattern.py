@@ -40,6 +40,7 @@ def packed(positions):
     return q.new_ones((), dtype=torch.bool) & (ids[b, k] <= ids[b, q]) & (which[b, q] == which[b, k])
 
 
+INF = float("inf")
 CAUSAL = {
     "compare": lambda p: p[None, :] <= p[:, None],
     "greater or equal": lambda p: p[:, None] >= p[None, :],
@@ -58,6 +59,18 @@ CAUSAL = {
     "a slice": lambda p: torch.arange(9)[None, 1:7] <= torch.arange(9)[1:7, None],
     "rows by position": lambda p: p[p][None, :] <= p[p[:, None]],
     "packed, one sequence": packed,
+    "added, full and triu": lambda p: torch.triu(torch.full((S, S), -INF), diagonal=1),
+    "added, behind nothing": lambda p: torch.hstack([torch.zeros((S, 0)), torch.full((S, S), -INF).triu(1)]),
+    "added, masked_fill": lambda p: torch.zeros(S, S).masked_fill(p[None, :] > p[:, None], -INF),
+    "added, where": lambda p: torch.where(p[None, :] <= p[:, None], 0.0, -INF)[None, None],
+    "added, where with tensors": lambda p: torch.where(
+        torch.ones(S, S, dtype=torch.bool).tril(), torch.zeros(()), torch.full((), torch.finfo(torch.float32).min)
+    ).expand(2, 1, S, S),
+    "added, the least number": lambda p: torch.full((S, S), torch.finfo(torch.float32).min).triu(1) + 0.0,
+    "added, in two parts": lambda p: (
+        torch.zeros(S, S).masked_fill(p[None, :] > p[:, None], -INF)
+        + torch.where(p[None, :] > p[:, None] + S, -INF, 0.0)
+    ),
 }
 
 
@@ -91,7 +104,20 @@ OTHER = {
     "or": (lambda p: (p[None, :] <= p[:, None]) | (p[None, :] == 0), "depends on"),
     "the first token": (lambda p: (p[None, :] <= p[:, None]) & (p[None, :] == 0), "only keys where key == 0"),
     "written to": (later, "modified in place"),
-    "float": (lambda p: torch.zeros(S, S).masked_fill(p[None, :] > p[:, None], float("-inf")), "added to the scores"),
+    "added, of another diagonal": (lambda p: torch.full((S, S), -INF).triu(2), "not causal"),
+    "added, reversed": (lambda p: torch.full((S, S), -INF).tril(-1), "-key + query <= 0"),
+    "added, above all": (lambda p: torch.where(p[None, :] <= p[:, None], -INF, 0.0).tril(-1), "added to the scores"),
+    "added, not so much": (lambda p: torch.full((S, S), -9.0).triu(1), "added to the scores"),
+    "added, with a slope": (
+        lambda p: torch.full((S, S), -INF).triu(1) + (p[None, :] - p[:, None]) * 0.5,
+        "added to the scores",
+    ),
+    "added, a window": (
+        lambda p: torch.full((S, S), -INF).triu(1) + torch.full((S, S), -INF).tril(-4),
+        "last 4 keys of 6",
+    ),
+    "added, all hidden": (lambda p: torch.full((S, S), torch.finfo(torch.float32).min), "lets no query see any key"),
+    "added, written to": (lambda p: torch.zeros(S, S).fill_(-INF).triu(1), "modified in place"),
 }
 
 
@@ -113,6 +139,35 @@ def interleave(x, repeats):
     return x.repeat_interleave(repeats, dim=1)
 
 
+def before_they_are_moved(x, repeats):
+    B, H, S, K = x.shape
+    x = x.transpose(1, 2)
+    return x[:, :, :, None, :].expand(B, S, H, repeats, K).reshape(B, S, H * repeats, K).transpose(1, 2)
+
+
+def interleaved_before(x, repeats):
+    return torch.repeat_interleave(x.transpose(1, 2), repeats, dim=2).transpose(1, 2)
+
+
+def tiled(x, repeats):
+    """Another order of the heads: the first of each group, then the second."""
+    return x.repeat(1, repeats, 1, 1)
+
+
+def along_the_sequence(x, repeats):
+    """As many numbers in the same places of memory, but what is repeated are positions."""
+    B, H, S, K = x.shape
+    x = x.transpose(1, 2).reshape(B, S // 2, H * 2, K)
+    return x[:, :, None].expand(B, S // 2, repeats, H * 2, K).reshape(B, S, H * repeats, K).transpose(1, 2)
+
+
+@pytest.mark.parametrize("repeat", [tiled, along_the_sequence])
+def test_what_is_repeated_otherwise_stays(repeat):
+    fn = attend(CAUSAL["compare"], repeat)
+    assert_fused(fn, qkv(), "attention")
+    assert call_of(fn, qkv())[1] == [(2, 4, S, 8)] * 2
+
+
 def call_of(fn, inputs):
     """The attention of the rewritten graph: its node, and the shapes of k and v."""
     found = []
@@ -129,7 +184,7 @@ def call_of(fn, inputs):
     return found[0]
 
 
-@pytest.mark.parametrize("repeat", [repeat_kv, interleave])
+@pytest.mark.parametrize("repeat", [repeat_kv, interleave, before_they_are_moved, interleaved_before])
 def test_heads_are_not_repeated(repeat):
     fn = attend(CAUSAL["compare"], repeat)
     assert_fused(fn, qkv(), "attention")

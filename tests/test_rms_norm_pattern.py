@@ -35,6 +35,10 @@ SPELLINGS = {
     "gemma": lambda x, w: (x.float() * rstd_of(x.float()) * (1.0 + w.float())).type_as(x),
     "no-op casts and slices": lambda x, w: (w.contiguous() * (x.float()[:, 0:] * rstd_of(x.float())).to(x.dtype)) * 1.0,
     "torch": lambda x, w: F.rms_norm(x, (x.shape[-1],), w, EPS),
+    "a sum over their number": lambda x, w: (
+        w * (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) / x.shape[-1] + EPS)).to(x.dtype)
+    ),
+    "torch in float32": lambda x, w: F.rms_norm(x.float(), (x.shape[-1],), w.float(), EPS).to(x.dtype),
     "torch without eps": lambda x, w: F.rms_norm(x, (x.shape[-1],), w),
 }
 
@@ -43,6 +47,22 @@ SPELLINGS = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_spellings_are_fused(spelling, dtype):
     assert_fused(SPELLINGS[spelling], pattern_inputs(3, 5, 8, dtype=dtype), "rms_norm")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_casts_to_float32_are_inside_the_operator(spelling):
+    """It reads and keeps x as the model has it: a norm is not matched from behind its first cast."""
+    inputs = pattern_inputs(3, 5, 8, dtype=torch.bfloat16)
+    assert operators(SPELLINGS[spelling], inputs)["rms_norm"][0].meta["example_value"].dtype == torch.bfloat16
+
+
+def test_a_norm_that_stays_in_float32_is_fused_behind_its_cast():
+    def float32(x, w):
+        h = x.float()
+        return w * (h * rstd_of(h))
+
+    for fn in (float32, lambda x, w: F.rms_norm(x.float(), (8,), w.float(), EPS)):
+        assert_fused(fn, pattern_inputs(3, 5, 8, dtype=torch.bfloat16), "rms_norm")
 
 
 def test_without_weight_is_fused():
@@ -167,6 +187,13 @@ NEAR_MISSES = {
 def test_near_misses_are_refused(name):
     fn, reason = NEAR_MISSES[name]
     assert_refused(fn, pattern_inputs(3, 5, 8), "rms_norm", reason)
+
+
+def test_a_sum_over_another_number_is_no_mean():
+    def norm(x, w):
+        return w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / 5 + EPS))
+
+    assert_unseen(norm, pattern_inputs(3, 5, 8), "rms_norm")
 
 
 def test_layer_norm_written_by_hand_is_no_site():

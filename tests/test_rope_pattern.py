@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from _graphs import assert_fused, assert_refused, operators
+from _graphs import assert_fused, assert_refused, assert_right, operators
+from fused_backend.compiler import explain
 
 
 def rotation_inputs(heads=3, sequence=5, channels=8, rotary=None, dtype=torch.float32, width=1):
@@ -48,6 +49,19 @@ HALF_WIDTH = {
     "deepseek": lambda x, c, s: torch.cat(
         [x[..., 0::2] * c - x[..., 1::2] * s, x[..., 1::2] * c + x[..., 0::2] * s], dim=-1
     ),
+    "nanogpt, backwards": lambda x, c, s: torch.cat(
+        [x[..., :4] * c + x[..., 4:] * s, x[..., :4] * (-s) + x[..., 4:] * c], 3
+    ),
+    "halves, backwards": lambda x, c, s: torch.cat(
+        [x[..., :4] * c + x[..., 4:] * s, x[..., 4:] * c - x[..., :4] * s], -1
+    ),
+    "unbound": lambda x, c, s: torch.stack(
+        [
+            x.unflatten(-1, (-1, 2)).unbind(-1)[0] * c - x.unflatten(-1, (-1, 2)).unbind(-1)[1] * s,
+            x.unflatten(-1, (-1, 2)).unbind(-1)[0] * s + x.unflatten(-1, (-1, 2)).unbind(-1)[1] * c,
+        ],
+        -1,
+    ).flatten(-2),
     "torchtune": lambda x, c, s: torch.stack(
         [x[..., ::2] * c - x[..., 1::2] * s, x[..., 1::2] * c + x[..., ::2] * s], -1
     ).flatten(3),
@@ -133,6 +147,25 @@ NEAR_MISSES = {
     "another tensor": (lambda x, c, s: x * c + rotate_half(x.sin()) * s, ""),
     "pairs misaligned": (lambda x, c, s: x * c + torch.stack((-x[..., ::2], x[..., 1::2]), -1).flatten(-2) * s, ""),
 }  # fmt: skip
+
+
+HALF_WIDTH_NEAR_MISSES = {
+    "no sign": lambda x, c, s: torch.cat([x[..., :4] * c + x[..., 4:] * s, x[..., :4] * s + x[..., 4:] * c], -1),
+    "both signs": lambda x, c, s: torch.cat([x[..., :4] * c - x[..., 4:] * s, x[..., 4:] * c - x[..., :4] * s], -1),
+    "the other half": lambda x, c, s: torch.cat(
+        [x[..., 4:] * c + x[..., :4] * s, x[..., 4:] * (-s) + x[..., :4] * c], -1
+    ),
+    "bound the other way": lambda x, c, s: torch.cat(
+        [x.unflatten(-1, (2, 4)).unbind(-2)[0] * c - x[..., ::2] * s, x[..., ::2] * c + x[..., 1::2] * s], -1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HALF_WIDTH_NEAR_MISSES)
+def test_near_misses_of_half_width_are_refused_or_unseen(name):
+    fn, inputs = HALF_WIDTH_NEAR_MISSES[name], rotation_inputs(width=0.5)
+    assert explain(fn, *inputs).counts().get("rope", (0, 0))[0] == 0
+    assert_right(fn, inputs)
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)

@@ -1,11 +1,12 @@
 """swiglu: which spellings the pattern recognises, which look-alikes it refuses, and that the numbers are right."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from _graphs import OPTIONS, assert_fused, assert_refused, assert_unseen, operators
+from _graphs import OPTIONS, assert_fused, assert_refused, assert_right, assert_unseen, operators
 from _oracle import judge
 from fused_backend.compiler import explain
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
@@ -41,6 +42,14 @@ SPELLINGS = {
     "gpt_oss with silu": lambda g, u: gpt_oss(g.clamp(max=LIMIT), u.clamp(min=-LIMIT, max=LIMIT), alpha=1.0),
     "deepseek_v4": lambda g, u: F.silu(g.clamp(max=LIMIT)) * u.clamp(min=-LIMIT, max=LIMIT),
     "other clamps": lambda g, u: F.gelu(torch.clamp_max(g, LIMIT)) * torch.clip(u, -LIMIT, LIMIT),
+    "gelu tanh by powers": lambda g, u: (
+        0.5 * g * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * torch.pow(g, 3.0)))) * u
+    ),
+    "gelu tanh by products": lambda g, u: u * (g * (0.5 * (1 + torch.tanh(g * 0.7978845608 * (1 + 0.044715 * g * g))))),
+    "gelu tanh, halved last": lambda g, u: (
+        (g * (torch.tanh(0.7978845608 * g + 0.0356774081 * g * g * g) + 1)) / 2 * 1.0 * u
+    ),
+    "gelu by erf": lambda g, u: g * 0.5 * (1.0 + torch.erf(g / math.sqrt(2.0))) * u,
 }
 
 
@@ -107,6 +116,13 @@ NO_SITES = {
     "sigmoid scaled by a tensor": lambda g, u: g * torch.sigmoid(u * g) * u,
     "relu cubed": lambda g, u: F.relu(g).pow(3) * u,
     "non-gated": lambda g, u: F.relu(g).pow(2) + u,
+    "gelu of another": lambda g, u: 0.5 * g * (1 + torch.erf(u.sin() / math.sqrt(2.0))) * u,
+    "gelu not halved": lambda g, u: g * (1 + torch.erf(g / math.sqrt(2.0))) * u,
+    "gelu by another constant": lambda g, u: 0.5 * g * (1 + torch.erf(g / 1.5)) * u,
+    "gelu with another cube": lambda g, u: 0.5 * g * (1 + torch.tanh(0.7978845608 * (g + 0.04 * g**3))) * u,
+    "gelu with a square": lambda g, u: 0.5 * g * (1 + torch.tanh(0.7978845608 * (g + 0.044715 * g**2))) * u,
+    "gelu with a constant": lambda g, u: 0.5 * g * (1 + torch.tanh(0.7978845608 * (g + 0.044715 * g**3) + 0.1)) * u,
+    "gelu less": lambda g, u: 0.5 * g * (torch.erf(g / math.sqrt(2.0)) - 1) * u,
     "leaky": lambda g, u: F.leaky_relu(g) * u,
 }
 
@@ -172,6 +188,31 @@ def test_a_sigmoid_without_gradient_is_no_silu():
         return (gate * sigmoid) * up
 
     assert_unseen(mlp, gate_and_up(3, 5, 8), "swiglu")
+
+
+@pytest.mark.parametrize("detached", ["half", "cube", "erf"])
+def test_a_part_without_gradient_makes_no_gelu(detached):
+    def without(part, value):
+        return value.detach() if part == detached else value
+
+    def mlp(gate, up):
+        p = without("cube", 0.044715 * gate**3)
+        t = torch.tanh(0.7978845608 * (gate + p)) if detached == "cube" else torch.erf(gate * 0.5**0.5)
+        return without("half", 0.5 * gate) * (1 + without("erf", t)) * up
+
+    assert_unseen(mlp, gate_and_up(3, 5, 8), "swiglu")
+
+
+def test_gelu_of_what_is_written_to_halfway_is_refused():
+    def mlp(gate, up):
+        h = gate * 1.0001
+        t = torch.erf(h / math.sqrt(2.0))
+        h.mul_(2.0)
+        return 0.5 * h * (1 + t) * up
+
+    fused, _ = explain(mlp, *gate_and_up(3, 5, 8)).counts().get("swiglu", (0, 0))
+    assert fused == 0
+    assert_right(mlp, gate_and_up(3, 5, 8))
 
 
 def test_a_result_viewed_after_a_graph_break_keeps_its_strides():

@@ -54,7 +54,7 @@ class Sweep:
 
         given = self.budgets[self.now]
         options = Options(None if given == "none" else given, lowering=self.lowering)
-        restore, begun, request = backup(gm), time.perf_counter(), Request.of(options)
+        restore, begun, request = backup(gm), time.perf_counter(), Request.of(options, gm)
         try:
             _, finish = rewrite(gm, options)
             return finish(lower(gm, example_inputs, options, None, request))

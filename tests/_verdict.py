@@ -50,8 +50,8 @@ class Backend:
         for module in gm.modules():
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
-                fused["rope", where_of(node)] += {"rope": 1, "rope_qk": 2}.get(name, 0)
-        compiled = finish(lower(gm, example_inputs, self.options, None, Request.of(self.options)))
+                fused["rope", where_of(node)] += {"rope": 1, "rope_qk": 2, "norm_rope_qk": 2}.get(name, 0)
+        compiled = finish(lower(gm, example_inputs, self.options, None, Request.of(self.options, gm)))
 
         def run(*args: Any) -> Any:
             if self.as_traced:

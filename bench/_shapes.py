@@ -79,11 +79,12 @@ def config_of(name: str, layers: int | None, tiny: bool) -> Any:
     """Configuration of a model; `tiny` shrinks every size and keeps what else tells the models apart."""
     from transformers import CONFIG_MAPPING
 
-    sizes = dict(MODELS[name])
+    sizes: dict[str, Any] = MODELS[name] | {"use_cache": False}
     family = sizes.pop("family")
     sizes |= TINY | TINY_OF.get(family, {}) if tiny else {}
     sizes |= {"num_hidden_layers": layers} if layers else {}
-    return CONFIG_MAPPING[family](**sizes, use_cache=False)
+    kind: Any = CONFIG_MAPPING[family]
+    return kind(**sizes)
 
 
 def adapted(config: Any) -> list[str]:

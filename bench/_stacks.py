@@ -154,7 +154,8 @@ def _unsloth(config: Any, mode: str, dtype: torch.dtype, device: str, length: in
     if mode == "full":
         raise Unavailable("only lora and qlora are set up for unsloth")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="bench_model_"))
-    config.architectures, config.dtype = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__], dtype
+    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures, config.dtype = [kind.__name__], dtype
     config.save_pretrained(folder)
     _word_tokenizer(config).save_pretrained(folder)
 

@@ -43,15 +43,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     stack, device, dtype = _stacks.Stack.parse(options.one), options.device, steps.DTYPES[options.dtype]
     _stacks.import_first(stack, device)
     config = _shapes.config_of(options.model, options.layers, options.tiny)
-    model = _stacks.build(stack, config, options.mode, dtype, device, options.seq)
-    step, _ = steps.training_step(model, config, options)
-    first, _ = steps.warmed_up(step, device)
-    row = first | steps.timed(lambda i: step(steps.WARM_UP + i), options.steps, device)
-    row |= summary(recorded(lambda: step(0), device), PROFILED)
-    del model, step
+    row = _step(stack, config, options)
     if device == "cuda":
         torch.cuda.empty_cache()
     return row | {"floor": floor(config, options.mode, options.batch, options.seq, device, dtype)}
+
+
+def _step(stack: _stacks.Stack, config: Any, options: argparse.Namespace) -> dict[str, Any]:
+    model = _stacks.build(stack, config, options.mode, steps.DTYPES[options.dtype], options.device, options.seq)
+    step, _ = steps.training_step(model, config, options)
+    row, _ = steps.warmed_up(step, options.device)
+    row |= steps.timed(lambda i: step(steps.WARM_UP + i), options.steps, options.device)
+    return row | summary(recorded(lambda: step(0), options.device), PROFILED)
 
 
 def recorded(step: Callable[[], Any], device: str) -> list[Span]:
@@ -113,37 +116,35 @@ def exclusive(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
     return dict(times), idle
 
 
-def products(config: Any) -> list[tuple[int, int, int, int]]:
-    """(how many, tokens' share, in, out) of a layer's matrices; with experts, (experts, share, in, out)."""
+def products(config: Any, tokens: int) -> list[tuple[int, int, int, int, int]]:
+    """(how many, experts, rows, in, out) of the products with one layer's matrices."""
     D, F, K = config.hidden_size, config.intermediate_size, config.head_dim
     H, Hkv = config.num_attention_heads, config.num_key_value_heads
-    attention = [(1, 1, D, H * K), (2, 1, D, Hkv * K), (1, 1, H * K, D)]
+    found = [(1, 1, tokens, D, H * K), (2, 1, tokens, D, Hkv * K), (1, 1, tokens, H * K, D)]
     if not hasattr(config, "num_experts"):
-        return [*attention, (2, 1, D, F), (1, 1, F, D)]
-    return attention
+        return [*found, (2, 1, tokens, D, F), (1, 1, tokens, F, D)]
+    E, F = config.num_experts, config.moe_intermediate_size
+    rows = math.ceil(tokens * config.num_experts_per_tok / E)
+    return [*found, (1, E, rows, D, 2 * F), (1, E, rows, F, D)]
 
 
 def floor(config: Any, mode: str, batch: int, seq: int, device: str, dtype: torch.dtype) -> dict[str, float]:
     """Milliseconds of what every implementation of this step computes, each piece timed alone."""
-    tokens, layers = batch * seq, config.num_hidden_layers
-    sizes = [(n, 1, tokens, i, o) for n, _, i, o in products(config)]
-    if hasattr(config, "num_experts"):
-        rows = math.ceil(tokens * config.num_experts_per_tok / config.num_experts)
-        D, F = config.hidden_size, config.moe_intermediate_size
-        sizes += [(1, config.num_experts, rows, D, 2 * F), (1, config.num_experts, rows, F, D)]
+    tokens, layers, trained = batch * seq, config.num_hidden_layers, mode == "full"
     with torch.device(device):
-        linear = sum(n * product_ms(*size, mode == "full", device, dtype) for n, *size in sizes)
-        head = product_ms(1, tokens, config.hidden_size, config.vocab_size, mode == "full", device, dtype)
+        linear = sum(n * product_ms(e, r, i, o, trained, dtype) for n, e, r, i, o in products(config, tokens))
+        head = product_ms(1, tokens, config.hidden_size, config.vocab_size, trained, dtype)
         attention = attention_ms(config, batch, seq, device, dtype)
-    found = {"linear_ms": layers * linear, "attention_ms": layers * attention, "head_ms": head}
+    found: dict[str, float] = {"linear_ms": layers * linear, "attention_ms": layers * attention, "head_ms": head}
     return found | {"ms": sum(found.values())}
 
 
-def product_ms(experts: int, rows: int, wide: int, out: int, trained: bool, device: str, dtype: torch.dtype) -> float:
+def product_ms(experts: int, rows: int, wide: int, out: int, trained: bool, dtype: torch.dtype) -> float:
     """Forward, gradient of the input, and of the weight where that is trained."""
     x, w, dy = (torch.randn(experts, *s, dtype=dtype) for s in ((rows, wide), (out, wide), (rows, out)))
     if experts == 1:
         x, w, dy = x[0], w[0], dy[0]
+    device = x.device.type
     us = clock_us(lambda: x @ w.mT, device) + clock_us(lambda: dy @ w, device)
     return (us + (clock_us(lambda: dy.mT @ x, device) if trained else 0.0)) / 1e3
 

@@ -21,7 +21,6 @@ import argparse
 import time
 from typing import Any
 
-import _harness as harness
 import _records as records
 import _shapes
 import _stacks

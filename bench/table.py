@@ -244,8 +244,8 @@ def table() -> str:
     optional = [line for name, lines in OPTIONAL.items() if name in on_gpu for line in [*lines(), ""]]
     text = [
         f"{where}; repeat with `python bench/on_gpu.py`, all rows in [bench/results](bench/results).",
-        "", *steps(), "", *optional, *budgets(), "", *adapted_layers(), "", *two_layers(), "", *attention(), "", *heads(), "",
-        *memory_bound(), "",
+        "", *steps(), "", *optional, *budgets(), "", *adapted_layers(), "", *two_layers(), "", *attention(), "",
+        *heads(), "", *memory_bound(), "",
         f"{_families_table.summary(load('families'))} All of them: [families.md](bench/results/families.md).",
     ]  # fmt: skip
     return "\n".join(text)

@@ -13,16 +13,16 @@ from _tree import ROOT
 
 sys.path.append(str(ROOT / "bench"))
 
-import _kernel_names  # noqa: E402
-import _records  # noqa: E402
-import _shapes  # noqa: E402
-import _stacks  # noqa: E402
-import _steps  # noqa: E402
-import breakdown  # noqa: E402
-import context  # noqa: E402
-import model  # noqa: E402
-import on_gpu  # noqa: E402
-import table  # noqa: E402
+import _kernel_names
+import _records
+import _shapes
+import _stacks
+import _steps
+import breakdown
+import context
+import model
+import on_gpu
+import table
 
 # Each in the mode that bench/on_gpu.py trains it in; Gemma's two layers are of two kinds.
 TRAINED = {

@@ -1,7 +1,7 @@
 """Rows of measurements: made in a process of their own, with what they depend on, kept in a file as they come.
 
-A process prints `ROW {json}` for what it measured. A file's later row replaces an earlier one of the same thing, and
-one that failed never replaces one that was measured at the same commit.
+A process prints `ROW {json}` for what it measured. A file's later row replaces an earlier one of the same thing, but
+what was cut short, or cannot run here, replaces no measurement.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Rows:
     def add(self, new: dict[str, Any]) -> None:
         harness.show({k: v for k, v in new.items() if k not in HIDDEN})
         earlier = self.find(new)
-        if earlier and "ms" in earlier and "ms" not in new and same_commit(earlier, new):
+        cut_short = "stopped" in new or "skipped" in new
+        if earlier and "ms" in earlier and "ms" not in new and (cut_short or same_commit(earlier, new)):
             return
         self.rows = [row for row in self.rows if not self._same(row, new)] + [new]
         if self.saved:

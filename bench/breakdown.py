@@ -29,11 +29,15 @@ import _shapes
 import _stacks
 import _steps as steps
 import torch
+from model import expected_s
 
 KEY = ("model", "mode", "layers", "batch", "seq", "dtype", "device", "stack")
 PICTURE = "breakdown.png"
 PROFILED = 3  # steps
 TOP = 25  # kernels that a row names
+# Ranges that some versions of torch mark on the GPU's time line, kernels and gaps in them alike.
+ANNOTATIONS = ("## ", "ProfilerStep", "Optimizer.", "Torch-Compiled", "CompiledFunction")
+FLOOR_S = 30  # that the recording and the floor take beside the steps
 
 Span = tuple[str, float, float]  # kernel, start and end in microseconds
 
@@ -51,7 +55,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _step(stack: _stacks.Stack, config: Any, options: argparse.Namespace) -> dict[str, Any]:
     model = _stacks.build(stack, config, options.mode, steps.DTYPES[options.dtype], options.device, options.seq)
-    step, _ = steps.training_step(model, config, options)
+    step, _ = steps.training_step(model, config, options, with_state=stack.budget is not None)
     row, _ = steps.warmed_up(step, options.device)
     row |= steps.timed(lambda i: step(steps.WARM_UP + i), options.steps, options.device)
     return row | summary(recorded(lambda: step(0), options.device), PROFILED)
@@ -68,6 +72,7 @@ def recorded(step: Callable[[], Any], device: str) -> list[Span]:
             step()
         steps.synchronize(device)
     events = [e for e in profiler.events() or [] if not getattr(e, "is_user_annotation", False)]
+    events = [e for e in events if not e.name.startswith(ANNOTATIONS)]
     operators = ("aten::", "fused_backend::")
     chosen = [e for e in events if (e.device_type == DeviceType.CUDA if on_gpu else e.name.startswith(operators))]
     return [(e.name, e.time_range.start, e.time_range.end) for e in chosen]
@@ -161,8 +166,9 @@ def attention_ms(config: Any, batch: int, seq: int, device: str, dtype: torch.dt
     for backend in backends:
         with sdpa_kernel(backend), contextlib.suppress(RuntimeError):  # not every head size has both
             out = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+            dy = torch.randn_like(out)
             us = clock_us(lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True), device)
-            back = lambda o=out: torch.autograd.grad(o, (q, k, v), torch.ones_like(o), retain_graph=True)  # noqa: E731
+            back = lambda o=out, do=dy: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)  # noqa: E731
             times.append(us + clock_us(back, device))
     return min(times) / 1e3
 
@@ -201,7 +207,7 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         colour = "0.85" if kind == "idle" else pyplot.get_cmap("tab20")(i % 20)
         axes.bar(list(bars), heights, bottom=below, label=kind, color=colour)
         below = [a + b for a, b in zip(below, heights, strict=True)]
-    axes.set(ylabel="ms per step")
+    axes.set(ylabel="ms per step", ylim=(0, 1.05 * max(below)))
     axes.tick_params(axis="x", labelsize=7)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
@@ -236,12 +242,13 @@ def main(arguments: list[str] | None = None) -> None:
     for stack in [] if options.draw else stacks:
         row = {"model": options.model, "mode": options.mode, "stack": stack, "layers": layers}
         row |= {name: getattr(options, name) for name in ("batch", "seq", "dtype")} | about
-        limit = min(options.limit_s, ends - time.perf_counter())
-        if limit < 20 or (kept.measured(row) and not options.again):
-            print(f"{stack}: {'no time left' if limit < 20 else 'measured at this commit'}")
+        left = ends - time.perf_counter()
+        late = left < expected_s(_stacks.Stack.parse(stack), layers, None) + FLOOR_S
+        if late or (kept.measured(row) and not options.again):
+            print(f"{stack}: {f'not started, {left:.0f} s left' if late else 'measured at this commit'}")
             continue
         own = ["--one", stack, "--mode", options.mode, *steps.passed_on(options)]
-        row |= records.in_own_process("breakdown.py", own, limit)
+        row |= records.in_own_process("breakdown.py", own, min(options.limit_s, left))
         kept.add(row)
         print(show(row) if "parts_ms" in row else "", flush=True)
     drawn = [r for r in kept.rows if "parts_ms" in r]

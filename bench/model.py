@@ -48,7 +48,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = _stacks.build(stack, config, options.mode, steps.DTYPES[options.dtype], device, options.seq)
     steps.synchronize(device)
     row: dict[str, Any] = {"build_s": time.perf_counter() - started, **steps.memory(device, "build_peak_GiB")}
-    step, trained = steps.training_step(model, config, options)
+    # A plan counts the optimizer's state that it finds.
+    step, trained = steps.training_step(model, config, options, with_state=stack.budget is not None)
     first, walls = steps.warmed_up(step, device)
     row |= first | {"trained": trained}
     row |= steps.timed(lambda i: step(steps.WARM_UP + i), options.steps, device)

@@ -16,17 +16,24 @@ import argparse
 import dataclasses
 import importlib.util
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import _harness as harness
+import _shapes
+import _stacks
+from model import expected_s
+
+ROOT = harness.ROOT
 FUSIONS = sorted(p.stem for p in (ROOT / "kernels").glob("[a-z]*.py"))
 SHARED = ("nf4", "low_rank", "lora", "offload")  # kernels that several files share
 DRY = ["--tiny", "--device", "cpu", "--layers", "2", "--steps", "2"]
-DRY_OF = {"context.py": ["--lengths", "64", "--budgets", "3MiB"], "budget.py": ["--budgets", "none,3MiB"]}
+DRY_OF = {
+    "context.py": ["--lengths", "64", "--budgets", "3MiB"],
+    "budget.py": ["--seq", "64", "--budgets", "none,3MiB"],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +46,14 @@ class Command:
 
     script: str
     arguments: str
-    expected_s: int
+    expected_s: float
     continues: bool = True
 
 
-def model(name: str, mode: str, stacks: str, expected_s: int) -> Command:
-    return Command("model.py", f"--model {name} --mode {mode} --stacks {stacks} --steps 6", expected_s)
+def model(name: str, mode: str, stacks: str) -> Command:
+    layers = _shapes.MODELS[name]["num_hidden_layers"]
+    seconds = sum(expected_s(_stacks.Stack.parse(stack), layers, None) for stack in stacks.split(","))
+    return Command("model.py", f"--model {name} --mode {mode} --stacks {stacks} --steps 6", round(seconds, -1))
 
 
 # In the order of what they are worth: what does not fit into a part's time is at its end.
@@ -52,20 +61,21 @@ PARTS: dict[str, list[Command]] = {
     "tests": [Command("", "", 400, continues=False)],
     "fusions": [Command(f"{name}.py", "", 60, continues=False) for name in FUSIONS],
     "models": [
-        model("llama3-8b", "qlora", "fused,unsloth,liger,inductor-per-layer,eager,unsloth+checkpointing", 420),
-        model("llama3.2-1b", "full", "fused,inductor,liger,eager", 330),
-        model("qwen3-4b", "full", "fused,liger,inductor-per-layer,eager", 280),
-        model("llama3-8b", "qlora", "fused@11.6GiB,eager+checkpointing", 170),
-        model("llama3-8b", "lora", "fused,unsloth,liger,inductor-per-layer,eager", 350),
-        model("gemma2-2b", "lora", "fused,liger,inductor-per-layer,eager", 250),
-        model("qwen3-30b-a3b-16l", "lora", "fused,liger,inductor-per-layer,eager", 230),
-        model("llama3-8b", "qlora", "inductor,inductor+auto-chunker,liger+inductor", 750),
+        model("llama3-8b", "qlora", "fused,unsloth,liger,inductor-per-layer,eager,unsloth+checkpointing"),
+        model("llama3.2-1b", "full", "fused,inductor,liger,eager"),
+        model("qwen3-4b", "full", "fused,liger,inductor-per-layer,eager"),
+        model("llama3-8b", "qlora", "fused@11.6GiB,eager+checkpointing"),
+        model("llama3-8b", "lora", "fused,unsloth,liger,inductor-per-layer,eager"),
+        model("gemma2-2b", "lora", "fused,liger,inductor-per-layer,eager"),
+        model("qwen3-30b-a3b-16l", "lora", "fused,liger,inductor-per-layer,eager"),
+        model("llama3-8b", "qlora", "inductor,inductor+auto-chunker,liger+inductor"),
     ],
     "profile": [
         Command("breakdown.py", "--model llama3-8b --mode qlora --stacks fused,eager", 210),
         Command("breakdown.py", "--model llama3.2-1b --mode full --stacks fused", 100),
         Command("breakdown.py", "--model qwen3-4b --mode full --stacks fused", 150),
         Command("breakdown.py", "--model gemma2-2b --mode lora --stacks fused", 130),
+        Command("breakdown.py", "--model qwen3-30b-a3b-16l --mode lora --stacks fused", 110),
     ],
     "context": [
         Command("context.py", "--budgets 24GiB --lengths 32768,65536", 230),
@@ -104,9 +114,9 @@ def run(part: str, seconds: float, dry: bool) -> int:
     """One part within so many seconds. A command that is over them is stopped, with all that it started."""
     ends, failed = time.perf_counter() + seconds, 0
     expected = sum(c.expected_s for c in PARTS[part])
-    print(f"=== {part}: about {expected} s on one H200 if nothing is measured yet; stopped after {seconds:.0f} s")
+    print(f"=== {part}: about {expected:.0f} s on one H200 if nothing is measured yet; stopped after {seconds:.0f} s")
     for command in PARTS[part]:
-        print(f"    {command.expected_s:5} s  {shown(command)}", flush=True)
+        print(f"    {command.expected_s:5.0f} s  {shown(command)}", flush=True)
     for command in PARTS[part]:
         left = ends - time.perf_counter()
         if left < 20:
@@ -148,8 +158,8 @@ def main() -> None:
         parser.error("--dry-run: tests and fusions run kernels natively")
     if options.list:
         for part in parts:
-            print(f"{part}: about {sum(c.expected_s for c in PARTS[part])} s")
-            print("\n".join(f"    {c.expected_s:5} s  {shown(c)}" for c in PARTS[part]))
+            print(f"{part}: about {sum(c.expected_s for c in PARTS[part]):.0f} s")
+            print("\n".join(f"    {c.expected_s:5.0f} s  {shown(c)}" for c in PARTS[part]))
         return
     sys.exit(1 if sum([run(part, options.seconds, options.dry_run) for part in parts]) else 0)
 

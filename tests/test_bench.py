@@ -154,6 +154,8 @@ def test_rows_are_kept_as_they_come_and_none_is_lost(out):
     assert [r.get("ms") for r in kept.rows] == [1.0, None]
     assert kept.measured({"stack": "eager", "commit": "a"}) and not kept.measured({"stack": "eager", "commit": "b"})
     assert not kept.measured({"stack": "fused", "commit": "a"})
+    kept.add({"stack": "eager", "stopped": "after 3 s", "commit": "b"})
+    assert "ms" in kept.rows[0]
     kept.add({"stack": "eager", "failed": "out of memory", "commit": "b"})
     assert [r["stack"] for r in kept.rows] == ["fused", "eager"] and "failed" in kept.rows[1]
 

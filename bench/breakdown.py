@@ -197,9 +197,19 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         bars[name] = row["parts_ms"] | {"idle": row["idle_ms"]}
         least = row["floor"]
         bars[name + "'s floor"] = {"GEMM": least["linear_ms"] + least["head_ms"], "attention": least["attention_ms"]}
-    kinds = sorted(
-        {k for parts in bars.values() for k in parts}, key=lambda k: -sum(p.get(k, 0) for p in bars.values())
+    order = (
+        "GEMM",
+        "attention",
+        "fused: ",
+        "Inductor",
+        "optimizer",
+        "bitsandbytes",
+        "copies",
+        kernel_names.REST,
+        "idle",
     )
+    place = lambda kind: next(i for i, start in enumerate(order) if kind.startswith(start))  # noqa: E731
+    kinds = sorted({k for parts in bars.values() for k in parts}, key=lambda k: (place(k), k))
     figure, axes = pyplot.subplots(figsize=(2 + 1.3 * len(bars), 6))
     below = [0.0] * len(bars)
     for i, kind in enumerate(kinds):

@@ -19,12 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 # The repository root must stay off sys.path: kernels/ would shadow Hugging Face's `kernels` package.
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != _ROOT]
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != ROOT]
 
 import torch  # noqa: E402
 
-RESULTS = _ROOT / "bench" / "results"
+BENCH = ROOT / "bench"
+RESULTS = BENCH / "results"
 
 
 def time_us(fn: Callable[[], Any], runs: int | None = None, head_start_ms: int = 1) -> float:
@@ -87,7 +88,7 @@ def machine() -> dict[str, str]:
     """What a number depends on."""
     try:
         commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = os.environ.get("FUSED_COMMIT", "unknown")
@@ -146,10 +147,16 @@ def autograd_times(
     )
 
 
-def report(row: dict[str, Any], out: list[dict[str, Any]]) -> None:
-    """Print one row as it is measured and keep it."""
+def show(row: dict[str, Any]) -> None:
     print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def report(row: dict[str, Any], out: list[dict[str, Any]]) -> None:
+    """Print one row as it is measured and keep it, in rows.jsonl too: a run that is stopped saves nothing else."""
+    show(row)
     out.append(row)
+    with (folder() / "rows.jsonl").open("a") as journal:
+        journal.write(json.dumps({"bench": pathlib.Path(sys.argv[0]).stem} | row | machine()) + "\n")
 
 
 def report_bandwidth(
@@ -176,13 +183,18 @@ def report_bandwidth(
             report(row | ({"error_over_eager": error_over_eager} if name == "fused ops" else {}), out)
 
 
+def folder() -> pathlib.Path:
+    """Where results go: bench/results, or $OUT where that is set."""
+    path = pathlib.Path(os.environ.get("OUT", RESULTS))
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def save(name: str, rows: list[dict[str, Any]], **versions: str) -> pathlib.Path:
     """Write the rows with the machine line to bench/results/<name>.json, or under $OUT where that is set.
 
     `versions` are those that matter beside the machine's.
     """
-    folder = pathlib.Path(os.environ.get("OUT", RESULTS))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
+    path = folder() / f"{name}.json"
     path.write_text(json.dumps({"machine": machine() | versions, "rows": rows}, indent=1) + "\n")
     return path

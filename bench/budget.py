@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import _harness as harness
-import _models
-import model as steps
+import _records as records
+import _shapes
+import _stacks
+import _steps as steps
 import torch
 
 PICTURE = "budget.png"
@@ -30,8 +29,9 @@ PICTURE = "budget.png"
 class Sweep:
     """A backend that compiles one graph for several budgets; `now` says which of them runs."""
 
-    def __init__(self, budgets: list[str], lowering: str) -> None:
-        self.budgets, self.lowering = budgets, lowering
+    def __init__(self, budgets: list[str], device: str, host: str | None = None) -> None:
+        self.budgets, self.host = budgets, host
+        self.lowering = "inductor" if device == "cuda" else "aot_eager"
         self.now, self.plans, self.made, self.compile_s = 0, {}, {}, {}
         self.graph: Any = None
 
@@ -53,7 +53,7 @@ class Sweep:
         from fused_backend.compiler.rewrite import backup
 
         given = self.budgets[self.now]
-        options = Options(None if given == "none" else given, lowering=self.lowering)
+        options = Options(None if given == "none" else given, self.host, lowering=self.lowering)
         restore, begun, request = backup(gm), time.perf_counter(), Request.of(options, gm)
         try:
             _, finish = rewrite(gm, options)
@@ -65,11 +65,11 @@ class Sweep:
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    config = _models.config_of(options.model, options.layers, options.tiny)
+    config = _shapes.config_of(options.model, options.layers, options.tiny)
     dtype = torch.bfloat16
-    model = _models.build("eager", config, options.mode, dtype, options.device, options.seq)
-    sweep = Sweep(options.budgets.split(","), "inductor" if options.device == "cuda" else "aot_eager")
-    step, _ = steps._training_step(model, config, options, with_state=True)
+    model = _stacks.build(_stacks.Stack("eager"), config, options.mode, dtype, options.device, options.seq)
+    sweep = Sweep(options.budgets.split(","), options.device)
+    step, _ = steps.training_step(model, config, options, with_state=True)
     model.compile(backend=sweep)
     none_ms = None
     for i, budget in enumerate(sweep.budgets):
@@ -82,26 +82,31 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             loss, norm = step(0, with_norm=True)
             row |= {"loss": loss.item(), "grad_norm": norm.item()}
             step(1)
-            row |= steps._timed(lambda at: step(2 + at), options.steps, options.device)
+            row |= steps.timed(lambda at: step(2 + at), options.steps, options.device)
             none_ms = row["ms"] if budget == "none" else none_ms
             row |= {"none_ms": none_ms}  # of the same run, for ratios
         except Exception as error:  # a budget that is refused is a row too
             row["failed"] = " ".join(str(error).split("\n\n")[0].split())[:300]
         row["compile_s"] = sweep.compile_s.get(sweep.now, 0.0)
-        if (plan := sweep.plans.get(sweep.now)) is not None:
-            row |= {
-                "predicted_peak_GiB": plan.peak / 2**30, "predicted_ms": 1e3 * plan.seconds,
-                "predicted_extra_ms": 1e3 * plan.extra_seconds, "gap": plan.gap, "host_GiB": plan.host / 2**30,
-                "peak_at": plan.peak_at, "planning_s": plan.planning_seconds,
-                "kinds": [
-                    [r.name, r.kept, r.recomputed, r.offloaded]
-                    for r in plan.kinds
-                    if r.kept + r.recomputed + r.offloaded > 2**20
-                ],
-            }  # fmt: skip
+        row |= predicted(sweep.plans.get(sweep.now))
         sweep.made.pop(sweep.now, None)
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "kinds"}, flush=True)
         yield row
+
+
+def predicted(plan: Any) -> dict[str, Any]:
+    """What a plan says of the step, beside what is measured of it."""
+    if plan is None:
+        return {}
+    return {
+        "predicted_peak_GiB": plan.peak / 2**30, "predicted_ms": 1e3 * plan.seconds,
+        "predicted_extra_ms": 1e3 * plan.extra_seconds, "gap": plan.gap, "host_GiB": plan.host / 2**30,
+        "peak_at": plan.peak_at, "planning_s": plan.planning_seconds,
+        "kinds": [
+            [r.name, r.kept, r.recomputed, r.offloaded]
+            for r in plan.kinds
+            if r.kept + r.recomputed + r.offloaded > 2**20
+        ],
+    }  # fmt: skip
 
 
 def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
@@ -125,7 +130,7 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(_models.MODELS), default="llama3-8b")
+    parser.add_argument("--model", choices=list(_shapes.MODELS), default="llama3-8b")
     parser.add_argument("--mode", choices=steps.MODES, default="qlora")
     parser.add_argument("--budgets", default="none,26GiB,20GiB,16GiB,13GiB,11.6GiB,10GiB")
     parser.add_argument("--layers", type=int)
@@ -141,14 +146,10 @@ def main(arguments: list[str] | None = None) -> None:
         rows = json.loads((harness.RESULTS / "budget.json").read_text())["rows"]
         draw(rows, harness.RESULTS / PICTURE)
         return
-    about = {"command": f"python bench/budget.py {shlex.join(sys.argv[1:])}", **steps.provenance()}
-    folder = pathlib.Path(os.environ.get("OUT", harness.RESULTS))
-    earlier = json.loads((folder / "budget.json").read_text())["rows"] if (folder / "budget.json").exists() else []
-    rows = [r for r in earlier if (r["model"], r["mode"]) != (options.model, options.mode)]
+    about = records.provenance("budget.py", arguments)
+    kept = records.Rows("budget", ("model", "mode", "layers", "batch", "seq", "budget"), saved=not options.tiny)
     for row in measure(options):
-        rows.append(row | about)
-        if not options.tiny or "OUT" in os.environ:
-            harness.save("budget", rows)  # after every row: a run may be stopped at a time limit
+        kept.add(row | about)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import time
 from typing import Any
 
 import _harness as harness
-import _models
+import _shapes
+import _stacks
 import torch
 import torch._functorch.config
 from fused_backend.compiler import front
@@ -38,16 +39,17 @@ def build(name: str, layers: int) -> nn.Module:
     """A small model of one of `MODELS`, hidden size 128, bf16 (LoRA: fp32 adapters under autocast)."""
     family, mode = name.split()
     if family == "llama":
-        return _models.build("eager", _models.config_of("llama3-8b", layers, True), mode, torch.bfloat16, "cpu", 512)
+        config = _shapes.config_of("llama3-8b", layers, True)
+        return _stacks.build(_stacks.Stack("eager"), config, mode, torch.bfloat16, "cpu", 512)
     from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-    _models._register_attention()
+    _shapes.register_attention()
     sizes: dict[str, Any] = {
         "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512,
         "max_position_embeddings": 512, "num_hidden_layers": layers, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     config = GPTNeoXConfig(**sizes, hidden_dropout=0.1, attention_dropout=0.0, use_cache=False)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=_models.ATTENTION)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=_shapes.ATTENTION)
     return model.train()
 
 

@@ -69,28 +69,87 @@ def heads() -> list[str]:
 
 
 def steps() -> list[str]:
-    """Whole training steps, every stack beside eager."""
+    """Whole training steps, every stack beside eager; in brackets between the extremes of the steps."""
     lines = []
     rows = load("model")["rows"]
-    for model, mode, layers in dict.fromkeys((r["model"], r["mode"], r["layers"]) for r in rows):
-        own = [r for r in rows if (r["model"], r["mode"], r["layers"]) == (model, mode, layers)]
-        eager = next(r for r in own if r["stack"] == "eager")
+    for key in dict.fromkeys(configuration(r) for r in rows):
+        own = [r for r in rows if configuration(r) == key]
+        eager = next((r for r in own if r["stack"] == "eager" and "ms" in r), None)
+        model, mode, layers, batch, seq = key
         lines += [
-            f"| {model} {mode}, {layers} layers, B{eager['batch']} x S{eager['seq']} | ms/step | of eager | peak GiB "
+            f"| {model} {mode}, {layers} layers, B{batch} x S{seq} | ms/step | of eager | peak GiB "
             "| of eager | first loss | its gradient norm | compile s |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for r in own:
             if "ms" not in r:
-                lines.append(f"| {r['stack']} | not measured: {r.get('failed', r.get('skipped', ''))} | | | | | | |")
+                why = next((r[k] for k in ("skipped", "stopped", "failed") if k in r), "")
+                lines.append(f"| {r['stack']} | not measured: {why[:100]} | | | | | | |")
                 continue
-            time, peak = r["ms"] / eager["ms"], r["peak_GiB"] / eager["peak_GiB"]
+            time = peak = ""
+            if eager:
+                low, high = r["ms_low"] / eager["ms_high"], r["ms_high"] / eager["ms_low"]
+                time = f"{r['ms'] / eager['ms']:.2f}" + (f" ({low:.2f} – {high:.2f})" if r is not eager else "")
+                peak = f"{r['peak_GiB'] / eager['peak_GiB']:.2f}"
             lines.append(
-                f"| {r['stack']} | {r['ms']:.0f} | {time:.2f} | {r['peak_GiB']:.1f} | {peak:.2f} | {r['loss']:.4f} "
+                f"| {r['stack']} | {r['ms']:.0f} | {time} | {r['peak_GiB']:.1f} | {peak} | {r['loss']:.4f} "
                 f"| {r['grad_norm']:.4f} | {r['compile_s']:.0f} |"
             )
         lines.append("")
     return lines[:-1]
+
+
+def configuration(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[k] for k in ("model", "mode", "layers", "batch", "seq"))
+
+
+def breakdowns() -> list[str]:
+    """Where the time of a step goes, and the floor beside it."""
+    kinds = ("GEMM", "attention", "Inductor", "optimizer", "copies, casts")
+    lines = [
+        "| ms of one step, by `python bench/breakdown.py` | GEMM | attention | our kernels | Inductor's | optimizer "
+        "| copies, casts | the rest | idle | recorded | products, attention and head alone |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in load("breakdown")["rows"]:
+        if "parts_ms" not in row:
+            continue
+        parts = row["parts_ms"]
+        ours = sum(ms for kind, ms in parts.items() if kind.startswith("fused: "))
+        named = [parts.get(kind, 0.0) for kind in kinds]
+        rest = sum(parts.values()) - ours - sum(named)
+        cells = [*named[:2], ours, *named[2:], rest, row["idle_ms"], row["recorded_ms"], row["floor"]["ms"]]
+        name = f"{row['model']} {row['mode']}, {row['stack']}"
+        lines.append(f"| {name} | {' | '.join(f'{ms:.1f}' for ms in cells)} |")
+    return [*lines, "", "![where a step's time goes](bench/results/breakdown.png)"]
+
+
+def contexts() -> list[str]:
+    """Steps of one long sequence under memory budgets, and the longest that fits each."""
+    lines = [
+        "| `python bench/context.py`, B1 | budget | tokens | s/step | predicted | tokens/s | peak GiB | predicted "
+        "| host GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows = load("context")["rows"]
+    for row in sorted((r for r in rows if "ms" in r), key=lambda r: (r["model"], r["budget"], r["seq"])):
+        predicted = [f"{row[k] / d:.{n}f}" if k in row else "" for k, d, n in PREDICTED]
+        lines.append(
+            f"| {row['model']} {row['mode']} | {row['budget']} | {row['seq']} | {row['ms'] / 1e3:.2f} | {predicted[0]} "
+            f"| {row['tokens_per_s']:.0f} | {row['peak_GiB']:.2f} | {predicted[1]} | {predicted[2]} |"
+        )
+    for model, budget in dict.fromkeys((r["model"], r["budget"]) for r in rows if r.get("fits") is False):
+        own = [r for r in rows if (r["model"], r["budget"]) == (model, budget)]
+        fits = max((r["seq"] for r in own if r.get("fits")), default=0)
+        fails = min(r["seq"] for r in own if r.get("fits") is False)
+        lines.append(f"| {model} {own[0]['mode']} | {budget} | {fits} fit, {fails} do not | | | | | | |")
+    return lines
+
+
+# Key, divisor, digits.
+PREDICTED = (("predicted_ms", 1e3, 2), ("predicted_peak_GiB", 1, 2), ("host_GiB", 1, 1))
+# Tables of results that need not be there, and what makes them.
+OPTIONAL = {"breakdown": breakdowns, "context": contexts}
 
 
 def budgets() -> list[str]:
@@ -182,10 +241,11 @@ def table() -> str:
         f"One {machine['device']}, torch {machine['torch']}, triton {machine['triton']}, commits "
         f'{", ".join(sorted(commits))} ("not measured": the run was stopped at its time limit)'
     )
+    optional = [line for name, lines in OPTIONAL.items() if name in on_gpu for line in [*lines(), ""]]
     text = [
         f"{where}; repeat with `python bench/on_gpu.py`, all rows in [bench/results](bench/results).",
-        "", *steps(), "", *budgets(), "", *adapted_layers(), "", *two_layers(), "", *attention(), "", *heads(), "",
-        *memory_bound(), "",
+        "", *steps(), "", *optional, *budgets(), "", *adapted_layers(), "", *two_layers(), "", *attention(), "",
+        *heads(), "", *memory_bound(), "",
         f"{_families_table.summary(load('families'))} All of them: [families.md](bench/results/families.md).",
     ]  # fmt: skip
     return "\n".join(text)

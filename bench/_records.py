@@ -73,10 +73,13 @@ def provenance(script: str, arguments: list[str] | None) -> dict[str, Any]:
     return found
 
 
+def code(row: dict[str, Any]) -> str:
+    """The commit that a row was measured at. Rows written back into a working tree make it dirty, not the code."""
+    return str(row.get("commit", "unknown")).removesuffix("-dirty")
+
+
 def same_commit(row: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Rows written back into a working tree make it dirty, which changes no code."""
-    commits = [str(r.get("commit", "unknown")).removesuffix("-dirty") for r in (row, new)]
-    return commits[0] == commits[1] != "unknown"
+    return code(row) == code(new) != "unknown"
 
 
 class Rows:

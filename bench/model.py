@@ -167,7 +167,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                 continue
             own = ["--one", row["stack"], "--mode", row["mode"], *steps.passed_on(options)]
             kept.add(row | records.in_own_process("model.py", own, min(options.limit_s, left)))
-    rows = [r for r in kept.rows if r["model"] == options.model and r.get("device") == about["device"]]
+
+    # In one run: rows of other commits, or machines, are no measure for these.
+    def same(row: dict[str, Any]) -> bool:
+        return all(row.get(k) == about[k] for k in ("device", "torch")) and records.code(row) == records.code(about)
+
+    rows = [r for r in kept.rows if r["model"] == options.model and r["mode"] in options.mode.split(",") and same(r)]
     print("\n" + compare(rows))
     return rows
 

@@ -148,7 +148,8 @@ def plain(rates: Ceilings) -> dict[str, Any]:
 
 
 def from_plain(rates: dict[str, Any]) -> Ceilings:
-    return Ceilings(**rates | {"matmul_flops": {getattr(torch, d): f for d, f in rates["matmul_flops"].items()}})
+    flops = {getattr(torch, d): f for d, f in rates["matmul_flops"].items()}
+    return Ceilings(**{**rates, "matmul_flops": flops})
 
 
 # --- one node ------------------------------------------------------------------------------------------------------

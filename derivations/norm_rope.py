@@ -80,20 +80,25 @@ n, m, T = sp.symbols("n m T", integer=True, positive=True)
 i, j, k, t = sp.symbols("i j k t", integer=True, nonnegative=True)
 eps, offset = sp.Symbol("epsilon", positive=True), sp.Symbol("offset", real=True)
 _PARTS = (1, 2, 3)
-_x, _w, _dy, _c, _s = (
-    {p: sp.IndexedBase(f"{name}{p}", real=True) for p in _PARTS} for name in ("x", "w", "dy", "c", "s")
-)
-_LENGTH = {1: n, 2: n, 3: m}
+_names = ("x", "w", "dy", "c", "s")
+_arrays: Any = [{p: sp.IndexedBase(f"{name}{p}", real=True) for p in _PARTS} for name in _names]
+_x, _w, _dy, _c, _s = _arrays
+_LENGTH: Any = {1: n, 2: n, 3: m}
 
 
 def _scale(p: int, at: Any) -> Any:
     return offset + _w[p][at]
 
 
+def _total(term: Any, index: Any, *more: Any) -> Any:
+    """Of term(part) over all channels."""
+    sums: Any = [sp.Sum(term(p), (index, 0, _LENGTH[p] - 1), *more) for p in _PARTS]
+    return sp.Add(*sums)
+
+
 def _rstd(row: Any) -> Any:
-    """row(p, at) is the channel; its sums run over j."""
-    total: Any = sum(sp.Sum(row(p, j) ** 2, (j, 0, _LENGTH[p] - 1)) for p in _PARTS)
-    return 1 / sp.sqrt(total / (2 * n + m) + eps)
+    """row(p, at) is the channel."""
+    return 1 / sp.sqrt(_total(lambda p: row(p, j) ** 2, j) / (2 * n + m) + eps)
 
 
 def _u(row: Any, p: int, at: Any) -> Any:
@@ -124,13 +129,8 @@ def _cotangent(p: int, at: Any) -> Any:
 
 
 def _claim_dx(p: int) -> tuple[Any, Any]:
-    loss: Any = sum(sp.Sum(_dy[q][i] * _y(_row, q, i), (i, 0, _LENGTH[q] - 1)) for q in _PARTS)
-    rstd = _rstd(_row)
-
-    def share(q: int) -> Any:
-        return sp.Sum(c_term(_du(q, i, _cotangent), _scale(q, i), xhat(_row(q, i), rstd)), (i, 0, _LENGTH[q] - 1))
-
-    c = sum(map(share, _PARTS)) / (2 * n + m)
+    loss, rstd = _total(lambda q: _dy[q][i] * _y(_row, q, i), i), _rstd(_row)
+    c = _total(lambda q: c_term(_du(q, i, _cotangent), _scale(q, i), xhat(_row(q, i), rstd)), i) / (2 * n + m)
     claimed = dx(_du(p, k, _cotangent), _scale(p, k), xhat(_x[p][k], rstd), rstd, c)
     return differentiate(loss, _x[p][k]), claimed
 
@@ -139,7 +139,7 @@ def _claim_dw(p: int) -> tuple[Any, Any]:
     """Over T heads."""
     dy = lambda q, at: _dy[q][t, at]  # noqa: E731
     row = lambda q, at: _x[q][t, at]  # noqa: E731
-    loss: Any = sum(sp.Sum(dy(q, i) * _y(row, q, i), (i, 0, _LENGTH[q] - 1), (t, 0, T - 1)) for q in _PARTS)
+    loss = _total(lambda q: dy(q, i) * _y(row, q, i), i, (t, 0, T - 1))
     return differentiate(loss, _w[p][k]), sp.Sum(dw_term(_du(p, k, dy), xhat(row(p, k), _rstd(row))), (t, 0, T - 1))
 
 

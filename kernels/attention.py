@@ -83,7 +83,19 @@ def _is_whole(parts: list[_Part], B: int, S: int) -> bool:
     return len(parts) == 1 and parts[0].rows == slice(0, B) and parts[0].queries == slice(0, S)
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises: ValueError for shapes that torch's kernels, which check nothing, would read beyond."""
+    (B, H, S, K), G = q.shape, k.shape[1]
+    if k.shape != (B, G, S, K) or v.shape != k.shape or G == 0 or H % G:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(
+            f"attention: q must be (B, H, S, K), k and v (B, G, S, K) with G dividing H, got {shapes}. Expand k and v, "
+            'or disable with options={"fusions": "-attention"}'
+        )
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, windows: Tensor | None, scale: float, steady: bool):
+    _check(q, k, v)
     B, S = q.shape[0], q.shape[2]
     parts = list(_parts(windows, q))
     whole = _is_whole(parts, B, S)

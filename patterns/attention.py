@@ -96,6 +96,9 @@ def _refuse_call(site: Value) -> str | None:
         return f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}"
     if str(q.shape[2]) != str(k.shape[2]):
         return f"there are {q.shape[2]} queries and {k.shape[2]} keys"
+    batches, heads = {str(x.shape[0]) for x in (q, k, v)}, [str(x.shape[1]) for x in (q, k, v)]
+    if len(batches) > 1 or heads[1] != heads[2]:  # torch's kernels would read beyond the smaller ones
+        return f"q {q.shape}, k {k.shape} and v {v.shape} are of different batches, or k and v of different heads"
     return None
 
 

@@ -183,6 +183,13 @@ def test_opcheck():
     torch.library.opcheck(kernels.kept_windows, (keep,))
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 6, 8), (2, 3, 6, 8), (2, 4, 5, 8), (2, 4, 6, 16)])
+def test_shapes_that_do_not_fit_are_refused(shape):
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(shape)
+    with pytest.raises(ValueError, match="with G dividing H"):
+        torch.ops.fused_backend.attention(q, k, k, None, None, 0.3, True)
+
+
 def test_no_second_derivative():
     inputs = tensors(*SHAPES["grouped"])
     (dq,) = torch.autograd.grad(fused()(*inputs).sum(), inputs[:1], create_graph=True)

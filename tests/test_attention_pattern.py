@@ -312,6 +312,29 @@ def test_attention_without_a_mask_is_no_site():
     assert_unseen(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), qkv(4, 4), "attention")
 
 
+SHAPES = {  # (batch, heads) of q, k, v
+    "k and v for all of a batch": ((2, 4), (1, 4), (1, 4)),
+    "v for all of a batch": ((2, 4), (2, 4), (1, 4)),
+    "v for all heads": ((2, 4), (2, 4), (2, 1)),
+    "q for all of a batch": ((1, 4), (2, 4), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_are_broadcast_are_refused(name):
+    """torch's kernels check nothing and read beyond the smaller tensor."""
+    inputs = [torch.randn(*shape, S, 8).requires_grad_() for shape in SHAPES[name]]
+    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+    assert_refused(fn, inputs, "attention", "of different batches, or k and v of different heads")
+
+
+def test_the_least_float16_in_a_wider_mask_is_refused():
+    """Large scores outweigh it."""
+    mask = lambda: torch.full((S, S), -65504.0).triu(1)  # noqa: E731
+    fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask(), scale=1e4)  # noqa: E731
+    assert_refused(fn, [3 * torch.randn(2, 4, S, 8) for _ in "qkv"], "attention")
+
+
 def test_more_keys_than_queries_are_refused():
     def attention(q, k, v):
         mask = torch.arange(S)[None, :] <= torch.arange(S)[2:, None]

@@ -270,3 +270,9 @@ def test_limited_experts_are_fused_however_they_are_multiplied(kind, implementat
     torch._dynamo.reset()
     by_batches, _ = experts_of(kind, "batched_mm")  # grouped products have no float64
     judge(torch.compile(run, backend="fused", options=OPTIONS), by_batches, inputs, [torch.randn(5, 16)], largest=False)
+
+
+def test_gelu_written_out_in_float64_is_left_as_it_is():
+    """Seven digits of a constant are not all that float64 shows."""
+    inputs = [t.double() for t in gate_and_up(2, 3, 8)]
+    assert_unseen(lambda g, u: g * 0.5 * (1.0 + torch.erf(g * 0.70710678)) * u, inputs, "swiglu")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -169,14 +170,21 @@ def apply(gm: GraphModule, backward: set[Node], request: Request, num_fwd_output
     if not request.followed:
         _unused.clear()
     elif terms.budget is not None:
-        _unused.append((int(terms.budget * (1 - MARGIN)) - joint.base) // 2 - joint.kept(chosen))
+        _unused[_frame()] = (int(terms.budget * (1 - MARGIN)) - joint.base) // 2 - joint.kept(chosen)
     request.made.append(made)
     rematerialize(gm.graph, joint.storages, chosen, joint.values, joint.calls, joint.steps(chosen))
     gm.recompile()
     return made
 
 
-_unused: list[int] = []  # of each graph of this step so far, all followed: bytes that it might keep and does not
+# Of each frame of this step so far, all followed by others: bytes that its graph might keep and does not.
+_unused: dict[int | None, int] = {}
+
+
+def _frame() -> int | None:
+    """Which piece of the user's program is being compiled: the same one again has the same number."""
+    compiled = CompileContext.current_compile_id()
+    return compiled.frame_id if compiled is not None else None
 
 
 def _too_small(request: Request, budget: int, smallest: int) -> str:
@@ -187,7 +195,8 @@ def _too_small(request: Request, budget: int, smallest: int) -> str:
         # Of what is added, every graph before takes half of what the one before it left.
         text = f"{text}, or remove the graph break before this graph: what came before it keeps its part"
         within = int(budget * (1 - MARGIN))
-        smallest = within + 2 ** len(_unused) * (smallest + sum(_unused) - within)
+        smallest = within + 2 ** len(_unused) * (smallest + sum(_unused.values()) - within)
+    _unused.clear()  # this step ends here
     least = int(smallest / (1 - MARGIN)) + 1
     shown = _gib(least + (2**20 if least >= 2**27 else 2**14))  # rounded, and so still enough
     return f"memory_budget {request.budget!r} is below {shown}, the least that {text}"

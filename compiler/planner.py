@@ -155,10 +155,8 @@ def _fitted(
         if (peak := _peak(segments, solved[0], base, followed)[0]) <= budget:
             return solved
         room -= 2 * (peak - base - room)  # over by the solver's tolerance; three times as far below the next time
-    layers, _ = _solved(segments, points, None, host_budget, followed) or (
-        _uniform(segments, points, base, followed),
-        0.0,
-    )
+    solved = _solved(segments, points, None, host_budget, followed)
+    layers = solved[0] if solved is not None else _uniform(segments, points, base, followed)
     if (least := _peak(segments, layers, base, followed)[0]) > budget:
         raise Infeasible(budget, least)
     return layers, 0.0

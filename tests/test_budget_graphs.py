@@ -80,6 +80,7 @@ def test_a_budget_that_earlier_graphs_take_up(watch, monkeypatch):
     ahead = "remove the graph break before this graph: what came before it keeps its part"
     with pytest.raises(BackendCompilerFailed, match=ahead) as error:
         compiled(model, given)(x)
+    assert not budget._unused  # what comes next is another step
     stated = re.search(r"is below ([\d.]+ MiB)", str(error.value)).group(1)
     before = len(watch.halves)
     compiled(model, stated.replace(" ", ""))(x).backward()

@@ -20,6 +20,7 @@ if not HAS_GPU:
     # Before any kernel file is imported: triton.jit reads it when decorating.
     os.environ["TRITON_INTERPRET"] = "1"
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 
@@ -71,6 +72,21 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+class _Torch:
+    """torch's generator as hypothesis seeds it: an example has the same tensors whenever it is run."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.random.get_rng_state)
+    setstate = staticmethod(torch.random.set_rng_state)
+
+
+GENERATOR = _Torch()  # hypothesis keeps a weak reference
+hypothesis.register_random(GENERATOR)  # type: ignore[arg-type]
+# The same examples everywhere. Others: pytest --hypothesis-profile=default.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,7 @@ def test_every_layout_is_read(kernel, layout, p, device):
     kernel((45, 70, 9), LOW, LOW, p, layout, device)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(
     kernel=st.sampled_from(KERNELS),
     # Enough rows that the largest error is a property of the method and not of one number.

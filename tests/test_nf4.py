@@ -103,7 +103,7 @@ def test_decode_into_any_buffer(layout, device):
     assert_same_bits(out, expected)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 70),
     cols=st.integers(1, 70) | st.sampled_from([128, 255, 256]),

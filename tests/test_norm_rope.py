@@ -90,7 +90,7 @@ def test_every_layout_in_place(layout, wide, where):
     compare((2, 4, 2, 33, 16, 12), where, torch.bfloat16, layout, wide=wide, batched=True)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     sizes=st.tuples(st.integers(1, 2), st.integers(1, 6), st.integers(1, 4), st.integers(17, 40)),
     half=st.integers(2, 9),

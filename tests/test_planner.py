@@ -68,7 +68,7 @@ def graphs(draw, most=8):
     return tuple(values)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(graphs())
 def test_each_point_is_the_fastest_for_the_bytes_it_keeps(values):
     possible = [(size(values, kept), c) for kept in subsets(len(values)) if (c := cost(values, kept)) is not None]
@@ -117,7 +117,7 @@ def test_a_segment_that_keeps_nothing():
     assert front(Segment("head", ())) == [Choice((), 0, 0, 0.0, 0, 0)]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(graphs(most=5), st.integers(0, 3), st.sampled_from([0.0, 5.0, 20.0]))
 def test_each_offloading_point_is_the_fastest_too(values, which, compute):
     values = tuple(
@@ -168,7 +168,7 @@ def transient_of(values, workspace=5):
     return transient
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     graphs(most=6), graphs(most=4), st.integers(2, 3), st.integers(0, 25), st.integers(0, 20), st.booleans(), st.data()
 )

@@ -182,7 +182,7 @@ def test_broadcast_cotangent_reaches_the_backward(where):
 FIXTURE = HealthCheck.function_scoped_fixture
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[FIXTURE])
+@settings(max_examples=20, suppress_health_check=[FIXTURE])
 @given(data=st.data())
 def test_any_shape_stride_and_dtype(where, data):
     dtype = data.draw(st.sampled_from(DTYPES))

@@ -145,7 +145,7 @@ def test_every_layout_in_place(implementation, layout, strided, device):
         assert y.transpose(1, 2).is_contiguous()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     sizes=st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(1, 4), st.integers(0, 3)),
     half=st.integers(1, 12) | st.sampled_from([32, 48]),

@@ -140,7 +140,7 @@ def test_packed_is_as_accurate_as_eager(implementation, form, gate_first, interl
     judge(fused, idiom, [gate_up], [torch.randn(shape, device=device)])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     # Enough rows, or none, that the largest error is a property of the method and not of one number.
     lead=st.builds(lambda rows, rest: [rows, *rest], st.sampled_from([0, 60]), st.lists(st.integers(1, 3), max_size=2)),

@@ -7,8 +7,8 @@ strides would break), deferred.py (logits that compute themselves when read), pa
 memory budgets budget.py (what is asked and told), joint.py (a joint graph cut into layers, and planned), memory.py
 (bytes at every position), cost.py (seconds of a node), front.py and planner.py (the integer programs, of a layer and
 of the whole), rematerialize.py (the plan written into the graph), frontier.py (plans at many budgets, drawn);
-report.py (what was decided), options.py, sizes.py, fusions.py, errors.py, trainer.py (the backend's name in
-accelerate).
+report.py (what was decided), options.py, sizes.py, fusions.py, errors.py, tracing.py (what Dynamo need not trace),
+trainer.py (the backend's name in accelerate).
 """
 
 from .backend import explain, fused
@@ -17,9 +17,11 @@ from .errors import InternalError, RefusedError
 from .frontier import Point, frontier
 from .options import Options
 from .report import Decision, Report
+from .tracing import trace_less
 from .trainer import name_backend_in_accelerate
 
 name_backend_in_accelerate()
+trace_less()
 
 __all__ = [
     "BudgetError",

@@ -25,12 +25,14 @@ from .options import Options
 from .partition import Partitioner, partition
 from .report import Decision, Report
 from .rewrite import backup
+from .tracing import ours
 
 log = logging.getLogger("fused_backend")
 
 Compiled = Callable[..., Any]
 
 
+@ours
 def fused(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -188,7 +190,7 @@ def run_untouched(model: Callable[..., Any], backend: Any, args: tuple[Any, ...]
         if own is not None:
             own._compiled_call_impl = None
         with torch.random.fork_rng(devices=devices):
-            torch.compile(run, backend=backend)(*args, **kwargs)
+            torch.compile(run, backend=ours(backend))(*args, **kwargs)
     finally:
         if own is not None:
             own._compiled_call_impl = compiled_in_place

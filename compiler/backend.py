@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from ..kernels._op import BYTES_MOVED
-from .bodies import rewrite_module
+from .bodies import backup, rewrite_module
 from .budget import BudgetError, Request
 from .canonicalize import Mode
 from .deferred import defer_outputs
@@ -24,7 +24,6 @@ from .fusions import all_fusions, fusion_names
 from .options import Options
 from .partition import Partitioner, partition
 from .report import Decision, Report
-from .rewrite import backup
 from .tracing import ours
 
 log = logging.getLogger("fused_backend")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..patterns._fusion import Fusion
 from .canonicalize import Mode, is_transform
@@ -69,3 +70,23 @@ def _bodies(rewriter: Rewriter) -> list[tuple[str, Mode]]:
             if isinstance(arg, Node) and arg.op == "get_attr" and str(arg.target) not in found:
                 found[str(arg.target)] = mode
     return list(found.items())
+
+
+def backup(gm: GraphModule) -> Callable[[], None]:
+    """Copies the graph and those of its bodies; the function returned puts the copies back."""
+    saved: list[tuple[GraphModule, Graph]] = []
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            copy, remap = Graph(), {}
+            result = copy.graph_copy(module.graph, remap)
+            copy.output(result).meta = dict(module.graph.output_node().meta)
+            for old, new in remap.items():
+                if hasattr(old, "_dynamo_source"):  # AOTAutograd looks for it on every placeholder
+                    new._dynamo_source = old._dynamo_source
+            saved.append((module, copy))
+
+    def restore() -> None:
+        for module, graph in saved:
+            module.graph = graph
+
+    return restore

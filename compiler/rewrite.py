@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
@@ -51,6 +51,7 @@ class Rewriter:
         self.rewrites = 0
         self.caller: Caller | None = None
         self.brought: dict[Any, list[Node]] = {}  # what bodies have had computed here
+        self.written = False  # since the graph was read
         self._pure: set[Node] = set()
         self._canonical: Canonical | None = None
 
@@ -59,7 +60,7 @@ class Rewriter:
     @property
     def canonical(self) -> Canonical:
         if self._canonical is None:
-            self._canonical = canonicalize(self.graph, self.mode)
+            self._canonical, self.written = canonicalize(self.graph, self.mode), False
         return self._canonical
 
     @property
@@ -161,6 +162,7 @@ class Rewriter:
             root.nodes[:] = [result]
             self.canonical.of_node[result] = root
         self.rewrites += 1
+        self.written = True
         return None
 
     def defer(self, output: Value, leaves: list[Value]) -> None:
@@ -183,6 +185,7 @@ class Rewriter:
         inputs = []
         for node in outer.brought[key]:
             last = self.graph.find_nodes(op="placeholder")[-1]
+            self.written = True
             with self.graph.inserting_after(last):
                 inputs.append(self.graph.placeholder(node.name))
             inputs[-1].meta["example_value"] = node.meta["example_value"]
@@ -205,7 +208,9 @@ class Rewriter:
             removable = node.op == "get_attr" or (node.op in ("call_function", "call_method") and known)
             if removable and not node.users:
                 self.graph.erase_node(node)
-        self._canonical = None
+                self.written = True
+        if self.written:
+            self._canonical = None
 
 
 class _Writer:
@@ -232,7 +237,7 @@ class _Writer:
         graph = self.rewriter.graph
         to_node = lambda a: self.node(a) if isinstance(a, Value) else a  # noqa: E731
         args, kwargs = map_aggregate((args, kwargs), to_node)  # type: ignore[misc,assignment]
-        kind = "call_method" if isinstance(target, str) else "call_function"
+        kind, self.rewriter.written = "call_method" if isinstance(target, str) else "call_function", True
         with graph.inserting_before(self.at):
             node = graph.create_node(kind, target, args, kwargs)
         self.emitted[node] = None  # before its shapes are asked for: an operator may refuse its arguments
@@ -378,23 +383,3 @@ def _nearest_miss(rewriter: Rewriter, fusion: Fusion, site: Value) -> str:
         for value in results:
             unify(idiom, value, near)
     return near.reason() if near.matched else "no known form has this shape"
-
-
-def backup(gm: GraphModule) -> Callable[[], None]:
-    """Copies the graph and those of its bodies; the function returned puts the copies back."""
-    saved: list[tuple[GraphModule, Graph]] = []
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            copy, remap = Graph(), {}
-            result = copy.graph_copy(module.graph, remap)
-            copy.output(result).meta = dict(module.graph.output_node().meta)
-            for old, new in remap.items():
-                if hasattr(old, "_dynamo_source"):  # AOTAutograd looks for it on every placeholder
-                    new._dynamo_source = old._dynamo_source
-            saved.append((module, copy))
-
-    def restore() -> None:
-        for module, graph in saved:
-            module.graph = graph
-
-    return restore

@@ -48,9 +48,9 @@ class Sweep:
 
     def _compiled(self, gm: Any, example_inputs: Any) -> Any:
         from fused_backend.compiler.backend import lower, rewrite
+        from fused_backend.compiler.bodies import backup
         from fused_backend.compiler.budget import Request
         from fused_backend.compiler.options import Options
-        from fused_backend.compiler.bodies import backup
 
         given = self.budgets[self.now]
         options = Options(None if given == "none" else given, self.host, lowering=self.lowering)

@@ -32,6 +32,7 @@ SHARED = ("nf4", "low_rank", "lora", "offload")  # kernels that several files sh
 DRY = ["--tiny", "--device", "cpu", "--layers", "2", "--steps", "2"]
 DRY_OF = {
     "context.py": ["--lengths", "64", "--budgets", "3MiB"],
+    "compile_time.py": ["--layer-counts", "2"],
     "budget.py": ["--seq", "64", "--budgets", "none,3MiB"],
 }
 
@@ -69,6 +70,10 @@ PARTS: dict[str, list[Command]] = {
         model("gemma2-2b", "lora", "fused,liger,inductor-per-layer,eager"),
         model("qwen3-30b-a3b-16l", "lora", "fused,liger,inductor-per-layer,eager"),
         model("llama3-8b", "qlora", "inductor,inductor+auto-chunker,liger+inductor"),
+    ],
+    "compile": [
+        Command("compile_time.py", "--model llama3-8b --stacks fused --layer-counts 32,16,64", 420),
+        Command("compile_time.py", "--model llama3-8b --stacks inductor --layer-counts 16,32", 750),
     ],
     "profile": [
         Command("breakdown.py", "--model llama3-8b --mode qlora --stacks fused,eager", 210),

@@ -146,10 +146,26 @@ def contexts() -> list[str]:
     return lines
 
 
+def compile_times() -> list[str]:
+    """Seconds that the first steps take beyond plain ones, with empty caches and with filled ones."""
+    rows = [r for r in load("compile_time")["rows"] if "compile_s" in r]
+    layers, stacks = sorted({r["layers"] for r in rows}), list(dict.fromkeys(r["stack"] for r in rows))
+    lines = [
+        f"| `python bench/compile_time.py`, s | {' | '.join(f'{n} layers' for n in layers)} |",
+        f"|---|{'---|' * len(layers)}",
+    ]
+    for stack in stacks:
+        for caches in ("cold", "warm"):
+            found = {r["layers"]: r for r in rows if (r["stack"], r["caches"]) == (stack, caches)}
+            cells = [f"{found[n]['compile_s']:.0f}" if n in found else "" for n in layers]
+            lines.append(f"| {rows[0]['model']} {rows[0]['mode']}, {stack}, {caches} | {' | '.join(cells)} |")
+    return lines
+
+
 # Key, divisor, digits.
 PREDICTED = (("predicted_ms", 1e3, 2), ("predicted_peak_GiB", 1, 2), ("host_GiB", 1, 1))
 # Tables of results that need not be there, and what makes them.
-OPTIONAL = {"breakdown": breakdowns, "context": contexts}
+OPTIONAL = {"breakdown": breakdowns, "context": contexts, "compile_time": compile_times}
 
 
 def budgets() -> list[str]:

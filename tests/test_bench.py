@@ -19,6 +19,7 @@ import _shapes
 import _stacks
 import _steps
 import breakdown
+import compile_time
 import context
 import model
 import on_gpu
@@ -87,7 +88,8 @@ def test_the_commands_for_a_gpu_can_be_run():
         assert (ROOT / "bench" / command.script).is_file()
         words = command.arguments.split()
         if "--stacks" in words:
-            assert model.parse(words).mode == TRAINED[words[1]][0] or words[1] == "llama3-8b"
+            parse = compile_time.parse if command.script == "compile_time.py" else model.parse
+            assert parse(words).mode == TRAINED[words[1]][0] or words[1] == "llama3-8b"
     missing = [f for f in on_gpu.test_command() if f.endswith(".py") and not (ROOT / "tests" / f).is_file()]
     assert not missing
 
@@ -182,3 +184,8 @@ def test_the_tables_of_what_was_measured_later(out, monkeypatch):
     rows.add(common | {"seq": 64, "fits": True, "ms": 2000.0, "tokens_per_s": 32.0, "peak_GiB": 20.0})
     rows.add(common | {"seq": 96, "fits": False, "failed": "too long"})
     assert "| m qlora | 24GiB | 64 fit, 96 do not | | | | | | |" in table.contexts()
+    rows = _records.Rows("compile_time", ("stack", "layers", "caches"))
+    for stack, layers, caches, seconds in (("fused", 16, "cold", 30.2), ("fused", 32, "cold", 51.0)):
+        rows.add({"model": "m", "mode": "qlora", "stack": stack, "layers": layers, "caches": caches, "ms": 1.0}
+                 | {"compile_s": seconds})  # fmt: skip
+    assert "| m qlora, fused, cold | 30 | 51 |" in table.compile_times()

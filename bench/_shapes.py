@@ -50,6 +50,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "smollm2-360m": {
+        "family": "llama", "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
+        "num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 49152,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "bos_token_id": 0, "eos_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
     # Qwen3-30B-A3B, of whose 48 layers 16 are kept; every other size is the published one. The experts of all layers
     # take 54 GiB in bf16, too many beside what an eager step saves of them.
     "qwen3-30b-a3b-16l": {
@@ -196,8 +202,9 @@ def register_attention() -> None:
 
 
 def _mark_quantised(model: Any, dtype: torch.dtype) -> None:
-    """What loading a checkpoint in four bits leaves behind, and PEFT and Unsloth ask for."""
+    """What loading a checkpoint in four bits leaves behind, and PEFT, Unsloth and the Trainer ask for."""
     from transformers import BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationMethod
 
     model.is_loaded_in_4bit = model.is_quantized = True
@@ -205,6 +212,7 @@ def _mark_quantised(model: Any, dtype: torch.dtype) -> None:
     model.config.quantization_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
+    model.hf_quantizer = AutoHfQuantizer.from_config(model.config.quantization_config)
 
 
 def with_adapters(model: Any) -> Any:

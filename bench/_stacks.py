@@ -90,16 +90,19 @@ def import_first(stack: Stack, device: str) -> None:
         importlib.import_module("unsloth")
 
 
-def build(stack: Stack, config: Any, mode: str, dtype: torch.dtype, device: str, length: int) -> nn.Module:
+def build(
+    stack: Stack, config: Any, mode: str, dtype: torch.dtype, device: str, length: int, attention: str | None = None
+) -> nn.Module:
     """The model of one stack, ready to train; compilation is set up but not run.
 
-    mode `full` trains every weight, `lora` fp32 adapters on dense weights, `qlora` fp32 adapters on NF4 weights.
+    mode       `full` trains every weight, `lora` fp32 adapters on dense weights, `qlora` fp32 adapters on NF4 weights
+    attention  transformers' name of an attention, instead of the one without masks; not for unsloth, which has its own
     """
     checkpointing = "checkpointing" in stack.extras
     if stack.engine == "unsloth":
         model = _unsloth(config, mode, dtype, device, length, "unsloth" if checkpointing else False)
     else:
-        model = _shapes.base_model(config, mode, dtype, device)
+        model = _shapes.base_model(config, mode, dtype, device, attention)
         if stack.engine == "liger":
             _patch_with_liger(model, config)
         if mode != "full":

@@ -51,10 +51,11 @@ class Command:
     continues: bool = True
 
 
-def model(name: str, mode: str, stacks: str) -> Command:
+def model(name: str, mode: str, stacks: str, sizes: str = "") -> Command:
     layers = _shapes.MODELS[name]["num_hidden_layers"]
     seconds = sum(expected_s(_stacks.Stack.parse(stack), layers, None) for stack in stacks.split(","))
-    return Command("model.py", f"--model {name} --mode {mode} --stacks {stacks} --steps 6", round(seconds, -1))
+    arguments = f"--model {name} --mode {mode} --stacks {stacks} --steps {20 if sizes else 6} {sizes}"
+    return Command("model.py", arguments.strip(), round(seconds, -1))
 
 
 # In the order of what they are worth: what does not fit into a part's time is at its end.
@@ -69,8 +70,10 @@ PARTS: dict[str, list[Command]] = {
         model("llama3-8b", "lora", "fused,unsloth,liger,inductor-per-layer,eager"),
         model("gemma2-2b", "lora", "fused,liger,inductor-per-layer,eager"),
         model("qwen3-30b-a3b-16l", "lora", "fused,liger,inductor-per-layer,eager"),
+        model("smollm2-360m", "full", "fused,inductor,liger,eager", "--batch 1 --seq 2048"),
         model("llama3-8b", "qlora", "inductor,inductor+auto-chunker,liger+inductor"),
     ],
+    "trainer": [Command("trainer.py", "--mode qlora,full", 550)],
     "compile": [
         Command("compile_time.py", "--model llama3-8b --stacks fused --layer-counts 32,16,64", 420),
         Command("compile_time.py", "--model llama3-8b --stacks inductor --layer-counts 16,32", 750),

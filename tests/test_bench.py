@@ -29,6 +29,7 @@ import table
 TRAINED = {
     "llama3-8b": ("qlora", 1), "llama3.2-1b": ("full", 1), "qwen3-4b": ("full", 1), "gemma2-2b": ("lora", 2),
     "qwen3-30b-a3b-16l": ("lora", 1),
+    "smollm2-360m": ("full", 1),
 }  # fmt: skip
 
 

@@ -76,3 +76,25 @@ def test_linear_cross_entropy_at_model_size():
     truth = run(lambda x, w: F.cross_entropy(F.linear(x, w), target), *wide)
     for name, a, b, t in zip(("loss", "dx", "dw"), ours, eager, truth, strict=True):
         assert_as_accurate(a, b, t, what=name)
+
+
+@pytest.mark.parametrize("lowering", ["inductor", "aot_eager"])
+def test_a_step_waits_for_nothing(lowering):
+    """Without a padding mask no step reads anything back to the host, once what is compiled and tuned is there."""
+    model, inputs = tiny("llama").to("cuda", torch.bfloat16), batch(device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    compiled = torch.compile(model, backend="fused", options={"lowering": lowering})
+
+    def step():
+        compiled(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -44,7 +44,9 @@ def trace_less() -> None:
 
     @functools.wraps(call_apply)
     def asking(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if len(args) == 5 and not kwargs and _is_read(self.fn_cls) and _for_us(tx.output.compiler_fn):
+        # Inside grad or vmap, which Dynamo enters while it traces them, an operator would need rules for these.
+        plain = len(args) == 5 and not kwargs and torch._C._functorch.peek_interpreter_stack() is None
+        if plain and _is_read(self.fn_cls) and _for_us(tx.output.compiler_fn):
             product = UserFunctionVariable(_matmul_4bit).call_function(tx, list(args), {})
             if not product.is_python_constant():
                 return product

@@ -119,3 +119,16 @@ def test_only_that_function(graphs):
         lambda x: MatMul4Bit.apply(x, None, None, None, None), backend="fused", options={"lowering": "aot_eager"}
     )(x).sum().backward()
     assert x.grad.tolist() == [3.0] * 3 and "autograd_function_apply" in graphs[0]
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_transforms_do_what_they_do_without_us(transform, graphs):
+    block, x = adapted_block(), rows(1)[0]["x"].detach()
+    call = {
+        "grad": lambda x: torch.func.grad(lambda x: block(x).loss)(x),
+        "vmap": lambda x: torch.func.vmap(lambda x: block(x).loss, in_dims=1)(x),
+        "jvp": lambda x: torch.func.jvp(lambda x: block(x).loss, (x,), (torch.ones_like(x),))[1],
+    }[transform]
+    ours = torch.compile(call, backend="fused", options={"lowering": "aot_eager"})(x)
+    torch.testing.assert_close(ours, call(x) if transform != "grad" else torch.compile(call, backend="eager")(x))
+    assert OURS not in graphs[0]

@@ -37,7 +37,7 @@ def paddings(S, device=None):
 
 def fused(keep=None, scale=0.3):
     def call(q, k, v):
-        windows = None if keep is None else kernels.kept_runs(keep)
+        runs = None if keep is None else kernels.kept_runs(keep)
         return kernels.attention(q, k, v, keep, runs, None, scale, True)[0]
 
     return call

@@ -18,8 +18,8 @@ the keys left are a run [start, end), a query inside sees what causal attention 
 it the whole run, a query before it nothing: three calls without a mask have the outputs of the masked one in every
 row, and as each key's gradient is a sum over queries, the sum of theirs.
 
-Windows and documents: N is smaller, the formulas are the same. Under a window w, query i sees the keys i - w < j <= i; a
-query i >= end behind a run [start, end) sees those of its last w - 1 that are left, i - w < j < end. Tokens are of one
+Windows and documents: N is smaller, the formulas are the same. Under a window w, query i sees the keys i - w < j <= i;
+a query i >= end behind a run [start, end) sees what is left of its last w - 1, i - w < j < end. Tokens are of one
 document where d_i = d_j; if d counts boundaries up, d_j - d_i is their number between i and j, so that equal ones have
 none between them, and position ids that go on by one wherever there is no boundary differ by j - i.
 

@@ -1,7 +1,8 @@
 """attention on a GPU: every kernel torch has, ours as it chooses, and the explicit mask that models bring.
 
 Run: `python bench/attention.py`. A case is judged against float64 before it is timed. Padded cases: `right` pads the
-rows to half of the length on average, `holes` masks one token in the middle of a row.
+rows to half of the length on average, `holes` masks one token in the middle of a row. `W` is a sliding window, `packed`
+a number of documents of equal length; beside them is the explicit mask as Inductor compiles it. Masks are made before.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,40 @@ SHAPES = [
     (2, 8, 4, 4096, 256),
     (4, 16, 16, 2048, 64),
 ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Padding, a window and documents by name and number, for any length."""
+
+    padding: str = "none"
+    window: int | None = None
+    documents: int = 0
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f" W{self.window}"
+        return self.padding + window + (f" packed {self.documents}" if self.documents else "")
+
+    def sees(self, B: int, S: int) -> Sees:
+        window = None if self.window is None else min(self.window, S // 4)
+        return Sees(keep_of(self.padding, B, S), window, documents_of(min(self.documents, S // 32), B, S))
+
+    def scores(self, S: int) -> float:
+        """Of one row and head, those that no causal mask, window or other document hides; pads are not subtracted."""
+        length = S / (self.documents or 1)
+        window = min(self.window or length, length)
+        return (self.documents or 1) * (length * window - window * window / 2)
+
+
+# Mistral's and Gemma's layers with a window, one row of packed documents, both; a window and padding.
+SEEN = [
+    ((2, 32, 8, 4096, 128), Case(window=1024)),
+    ((2, 8, 4, 4096, 256), Case(window=1024)),
+    ((1, 32, 8, 8192, 128), Case(documents=8)),
+    ((1, 32, 8, 8192, 128), Case(documents=64)),
+    ((1, 32, 8, 8192, 128), Case(window=512, documents=8)),
+    ((2, 32, 8, 4096, 128), Case("right", window=1024)),
+]
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -41,13 +77,27 @@ def repeated(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def masked(keep: Tensor | None) -> Attention:
-    """As Hugging Face models compiled without us have it."""
+@dataclass(frozen=True)
+class Sees:
+    """What a query sees beside causality."""
+
+    keep: Tensor | None = None
+    window: int | None = None
+    documents: Tensor | None = None
+
+
+def masked(sees: Sees, B: int, S: int) -> Attention:
+    """As Hugging Face models compiled without us have it: one mask for all layers."""
+    at = torch.arange(S, device="cuda")
+    mask = (at <= at[:, None])[None, None].expand(B, -1, -1, -1)
+    if sees.window is not None:
+        mask = mask & (at > at[:, None] - sees.window)
+    if sees.keep is not None:
+        mask = mask & sees.keep[:, None, None, :]
+    if sees.documents is not None:
+        mask = mask & (sees.documents[:, None, :, None] == sees.documents[:, None, None, :])
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        S = q.shape[2]
-        mask = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()[None, None].expand(q.shape[0], -1, -1, -1)
-        mask = mask if keep is None else mask & keep[:, None, None, :]
         return F.scaled_dot_product_attention(q, repeated(k, q), repeated(v, q), attn_mask=mask)
 
     return attention
@@ -61,9 +111,16 @@ def causal(backend: SDPBackend | None) -> Attention:
     return attention
 
 
-def ours(keep: Tensor | None, windows: Tensor | None, steady: bool = True) -> Attention:
+def ours(sees: Sees) -> Attention:
+    if sees.documents is None:
+        runs = None if sees.keep is None else kernels.kept_runs(sees.keep)
+        operator = functools.partial(kernels.attention, keep=sees.keep, runs=runs)
+    else:
+        starts, counts = kernels.document_starts(sees.documents)
+        operator = functools.partial(kernels.packed_attention, documents=sees.documents, starts=starts, counts=counts)
+
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernels.attention(q, k, v, keep, windows, q.shape[3] ** -0.5, steady)[0]
+        return operator(q, k, v, window=sees.window, scale=q.shape[3] ** -0.5, steady=True)[0]
 
     return attention
 
@@ -80,12 +137,19 @@ def keep_of(padding: str, B: int, S: int) -> Tensor | None:
     return keep
 
 
-def candidates(keep: Tensor | None) -> dict[str, Attention]:
-    if keep is not None:
-        windows = kernels.kept_windows(keep)
-        return {"explicit mask": masked(keep), "fused": ours(keep, windows)}
-    named = {"explicit mask": masked(None), "torch's choice": causal(None)}
-    return named | {name: causal(backend) for name, backend in BACKENDS.items()} | {"fused": ours(None, None)}
+def documents_of(count: int, B: int, S: int) -> Tensor | None:
+    """So many of equal length in each row."""
+    return (torch.arange(S, device="cuda") * count // S).expand(B, -1).contiguous() if count else None
+
+
+def candidates(sees: Sees, B: int, S: int) -> dict[str, Attention]:
+    mask = masked(sees, B, S)
+    if sees.window is not None or sees.documents is not None:
+        return {"explicit mask": torch.compile(mask, dynamic=False), "fused": ours(sees)}
+    if sees.keep is not None:
+        return {"explicit mask": mask, "fused": ours(sees)}
+    named = {"explicit mask": mask, "torch's choice": causal(None)}
+    return named | {name: causal(backend) for name, backend in BACKENDS.items()} | {"fused": ours(sees)}
 
 
 def step(attention: Attention, inputs: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
@@ -93,19 +157,20 @@ def step(attention: Attention, inputs: Sequence[Tensor], dout: Tensor) -> list[T
     return [out.detach(), *torch.autograd.grad(out, list(inputs), dout)]
 
 
-def check(B: int, H: int, G: int, K: int, padding: str) -> float:
+def check(B: int, H: int, G: int, K: int, case: Case) -> float:
     """Our largest error at a length of 256, in units of the explicit mask's; raises above 1.5."""
     inputs, dout = tensors(B, H, G, 256, K)
-    keep = keep_of(padding, B, 256)
+    sees = case.sees(B, 256)
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    truth = step(masked(keep), wide, dout.double())
+    mask = masked(sees, B, 256)
+    truth = step(mask, wide, dout.double())
     errors = [
         [((a.double() - t).norm() / t.norm()).item() for a, t in zip(step(call, inputs, dout), truth, strict=True)]
-        for call in (candidates(keep)["fused"], masked(keep))
+        for call in (ours(sees), mask)
     ]
     worst = max(a / b for a, b in zip(*errors, strict=True))
     if worst > 1.5:
-        raise AssertionError(f"attention {(B, H, G, K)} {padding}: error {worst:.2f} times the explicit mask's")
+        raise AssertionError(f"attention {(B, H, G, K)} {case}: error {worst:.2f} times the explicit mask's")
     return worst
 
 
@@ -116,14 +181,14 @@ def tensors(B: int, H: int, G: int, S: int, K: int) -> tuple[list[Tensor], Tenso
     return [t.requires_grad_() for t in (q, k, v)], dout
 
 
-def measure(shape: tuple[int, int, int, int, int], padding: str, rows: list[dict[str, Any]]) -> None:
+def measure(shape: tuple[int, int, int, int, int], case: Case, rows: list[dict[str, Any]]) -> None:
     B, H, G, S, K = shape
-    error = check(B, H, G, K, padding)
-    keep = keep_of(padding, B, S)
+    error = check(B, H, G, K, case)
+    sees = case.sees(B, S)
     inputs, dout = tensors(*shape)
-    flops = 4 * B * H * S * S * K / 2  # what is below the diagonal, forward
-    for name, call in candidates(keep).items():
-        row: dict[str, Any] = {"fusion": "attention", "case": f"B{B} H{H}/{G} S{S} K{K} {padding}", "candidate": name}
+    flops = 4 * B * H * K * case.scores(S)
+    for name, call in candidates(sees, B, S).items():
+        row: dict[str, Any] = {"fusion": "attention", "case": f"B{B} H{H}/{G} S{S} K{K} {case}", "candidate": name}
         try:
             out = call(*inputs)
             forward = time_us(lambda call=call: call(*inputs))
@@ -131,8 +196,10 @@ def measure(shape: tuple[int, int, int, int, int], padding: str, rows: list[dict
             row |= {"forward_us": forward, "backward_us": back}
             row["extra_bytes"] = peak_extra_bytes(lambda call=call: step(call, inputs, dout))
             row["of_matmul_percent"] = 100 * flops / (forward * 1e-6) / matmul_flops()
-            if name == "fused" and padding == "none":
+            if name == "fused" and sees == Sees():
                 row["kind"] = sdpa.kind_of(inputs[0], inputs[1], True)
+            if name == "fused" and sees.keep is None and sees != Sees():
+                row["kind"] = "flash"
             if name == "fused":
                 row["error_over_mask"] = error
         except RuntimeError as refused:  # torch has no such kernel for this shape
@@ -140,22 +207,27 @@ def measure(shape: tuple[int, int, int, int, int], padding: str, rows: list[dict
         report(row, rows)
 
 
-def measure_windows(rows: list[dict[str, Any]]) -> None:
-    """The one read of the padding, an idle device on the other side."""
-    keep = keep_of("right", 8, 4096)
-    assert keep is not None
-    report({"fusion": "attention", "case": "B8 S4096", "candidate": "kept_windows",
-            "forward_us": time_us(lambda: kernels.kept_windows(keep))}, rows)  # fmt: skip
+def measure_reads(rows: list[dict[str, Any]]) -> None:
+    """The one read of the padding or of the documents, an idle device on the other side."""
+    keep, documents = keep_of("right", 8, 4096), documents_of(8, 1, 8192)
+    assert keep is not None and documents is not None
+    for case, name, read in (
+        ("B8 S4096", "kept_runs", lambda: kernels.kept_runs(keep)),
+        ("B1 S8192", "document_starts", lambda: kernels.document_starts(documents)),
+    ):
+        report({"fusion": "attention", "case": case, "candidate": name, "forward_us": time_us(read)}, rows)
 
 
 def main() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for shape in SHAPES:
-        measure(shape, "none", rows)
+        measure(shape, Case(), rows)
     for shape in SHAPES[:2]:
         for padding in ("right", "holes"):
-            measure(shape, padding, rows)
-    measure_windows(rows)
+            measure(shape, Case(padding), rows)
+    for shape, case in SEEN:
+        measure(shape, case, rows)
+    measure_reads(rows)
     save("attention", rows)
     return rows
 

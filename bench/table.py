@@ -200,8 +200,8 @@ def attention() -> list[str]:
         found = {r["candidate"]: r for r in rows if r["case"] == case}
         names = ("explicit mask", "flash", "fused")
         times = [f"{r['forward_us']:.0f} + {r['backward_us']:.0f}" if (r := found.get(n)) else "" for n in names]
-        label = case.replace(" none", "").replace(" right", ", padded at the right")
-        lines.append(f"| {label} | {' | '.join(times)} | {found['fused'].get('kind', 'windows')} |")
+        label = case.replace(" none", "").replace(" right", ", padded at the right").replace(" packed", ", documents:")
+        lines.append(f"| {label} | {' | '.join(times)} | {found['fused'].get('kind', 'runs')} |")
     return lines
 
 

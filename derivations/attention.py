@@ -1,4 +1,4 @@
-"""Causal attention with grouped heads, and what padding does to it.
+"""Causal attention with grouped heads, and what padding, windows and documents do to it.
 
 One query attends to the keys of a set N (causal: those up to itself) with probabilities p,
 
@@ -17,6 +17,11 @@ Padding: a key with s_j = -inf has p_j = 0, so it takes no part in out and gets 
 the keys left are a run [start, end), a query inside sees what causal attention inside the run sees, a query after
 it the whole run, a query before it nothing: three calls without a mask have the outputs of the masked one in every
 row, and as each key's gradient is a sum over queries, the sum of theirs.
+
+Windows and documents: N is smaller, the formulas are the same. Under a window w, query i sees the keys i - w < j <= i;
+a query i >= end behind a run [start, end) sees what is left of its last w - 1, i - w < j < end. Tokens are of one
+document where d_i = d_j; if d counts boundaries up, d_j - d_i is their number between i and j, so that equal ones have
+none between them, and position ids that go on by one wherever there is no boundary differ by j - i.
 
 Saved: q, k, v, out and each query's log sum exp(s): p_j = exp(s_j - lse) without a second pass over the keys.
 

@@ -346,6 +346,8 @@ def _diff(where: _In, value: Value, index: Index) -> Element:
         return where.integer(source, _moved(index, dim, i + 1)) - where.integer(source, index)
     if not (isinstance(before, Value) and isinstance(before.shape[dim], int) and before.shape[dim] == 1):
         raise Unknown
+    if i.is_positive:
+        return where.integer(source, index) - where.integer(source, _moved(index, dim, i - 1))
     zero = sp.Integer(0)
     at = sp.Dummy(integer=True, nonnegative=True)
     anywhere = where.integer(source, _moved(index, dim, at))

@@ -1,15 +1,18 @@
-"""Attention under a mask that is causal, or causal and padded: the mask goes, and grouped heads are not repeated.
+"""Attention under a causal mask, with padding, a window or packed documents: the mask goes, heads are not repeated.
 
 Hugging Face hands scaled_dot_product_attention an explicit boolean mask wherever tracing keeps it from looking at
 values, and keys and values repeated to the number of query heads with it. A mask keeps attention from the kernels
 that skip half of the work. What the mask says is read off the graph that builds it (`_predicate.py`): where it is
-key <= query, nothing of it is left; where it is that and a (batch, key) tensor of what is kept, the operator gets this.
+key <= query, nothing of it is left. Where beside that it is key > query - window, or a (batch, key) tensor of what is
+kept, or one of which query and key have equal elements (`_documents.py`), the operator gets this.
 
 Shapes: B batch, H query heads, S sequence, K head dim.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,14 +22,17 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..kernels import _flash as flash
 from ..kernels import attention as kernels
 from . import _added_masks  # noqa: F401  (adds to what can be evaluated)
+from ._documents import same_document
 from ._fusion import Emitter, Fusion, Value, View, static_bytes
 from ._predicate import Evaluator, Predicate, size_of
 
 NAME = "attention"
 _B, _H, _Q, _K = (sp.Symbol(name, integer=True, nonnegative=True) for name in ("batch", "head", "query", "key"))
 _CAUSAL = ("<=", _K - _Q)
+_INTEGERS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
@@ -45,13 +51,27 @@ def anchor(value: Value) -> bool:
     return value.op == "attention" and (value.args[5] is not False or value.args[3] is not None)
 
 
+class _Sees(NamedTuple):
+    """What a query sees beside causality: keys that are kept, the last `window`, those of its document."""
+
+    window: int | None = None
+    kept: tuple[View, Value] | None = None
+    documents: tuple[View, Value] | None = None
+
+    @property
+    def form(self) -> str:
+        window = "" if self.window is None else "sliding window"
+        read = "padding" if self.kept else "documents" if self.documents else ""
+        return ", ".join(part for part in (window, read and f"{read} read once per step") if part)
+
+
 class _Site(NamedTuple):
-    """A call of attention: its arguments, the heads of k and v that there are, and what is kept beside causality."""
+    """A call of attention: its arguments, the heads of k and v that there are, and what a query sees."""
 
     call: Value
     keys: _Grouped
     values: _Grouped
-    kept: tuple[View, Value] | None
+    sees: _Sees
 
 
 def fuse_attention(view: View) -> None:
@@ -66,19 +86,18 @@ def fuse_attention(view: View) -> None:
 
 def _fuse(view: View, call: Value, masks: _Masks) -> str | None:
     q, k, v, mask = call.args[:4]
-    kept = _refuse_call(call) or (masks.read(q, k, mask) if mask is not None else None)
-    if isinstance(kept, str):
-        return kept
+    sees = _refuse_call(call) or (masks.read(q, k, mask) if mask is not None else _Sees())
+    if isinstance(sees, str):
+        return sees
     keys, values = _grouped(k), _grouped(v)
     if keys.repeats != values.repeats:
         keys, values = _Grouped(k, 1, ()), _Grouped(v, 1, ())
-    site = _Site(call, keys, values, kept)
-    reason = (_refuse_kept(view, site) if kept else None) or view.unsafe(call, [call, *keys.covered, *values.covered])
+    site = _Site(call, keys, values, sees)
+    reason = _refuse_sees(view, site) or view.unsafe(call, [call, *keys.covered, *values.covered])
     reason = reason or view.replace(NAME, [call], lambda emit: [_emit(view, site, masks, emit)])
     if reason is None:
         saved = static_bytes([q, keys.source, values.source, call]) if call.requires_grad else 0
-        form = "padding read once per step" if kept else "causal mask folded" if mask is not None else "causal"
-        view.fused(NAME, call, saved, form)
+        view.fused(NAME, call, saved, sees.form or ("causal mask folded" if mask is not None else "causal"))
     return reason
 
 
@@ -110,10 +129,10 @@ class _Masks:
 
     def __init__(self, view: View) -> None:
         self.evaluator = Evaluator(view)
-        self.windows: dict[int, list[Node]] = {}  # of what is kept: as booleans, as windows
+        self.written: dict[int, list[Node]] = {}  # what is kept or which document, and what was read of it
 
-    def read(self, q: Value, k: Value, mask: Any) -> tuple[View, Value] | str | None:
-        """None for exactly key <= query; the (batch, key) tensor that is not 0 where a key is kept; why neither."""
+    def read(self, q: Value, k: Value, mask: Any) -> _Sees | str:
+        """What a query sees by a mask that is causal; or why it is not known to be that."""
         if not isinstance(mask, Value) or len(mask.shape) > 4:
             return "the mask is not a tensor of four dimensions"
         added = "" if mask.dtype == torch.bool else f"the mask is added to the scores ({mask.dtype})"
@@ -124,6 +143,9 @@ class _Masks:
             for i, n in zip((_B, _H, _Q, _K)[4 - len(mask.shape) :], mask.shape, strict=True)
         )
         found = self.evaluator.element(mask, index)
+        documents = None
+        if isinstance(found, Predicate) and found.atoms:
+            documents, found = self._documents(found, q, k)
         for view, value in self.evaluator.read:  # of other masks too: what two share was evaluated once
             reason = view.unsafe(value, [value])
             if reason is not None:
@@ -133,23 +155,49 @@ class _Masks:
         if found.atoms is None:
             return "the mask lets no query see any key"
         rest = [atom for atom in found.atoms if atom != _CAUSAL and not _always(*atom, q, k)]
+        windows = {atom: width for atom in rest if (width := _width(*atom)) is not None}
         kept = {atom: source for atom in rest if (source := self._kept(*atom, q, k)) is not None}
-        first = next(iter(kept), None)
-        reason = self._refuse(found, [atom for atom in rest if atom != first], k)
+        first = next(iter(kept), None) if documents is None else None
+        known = {*windows, first} if _CAUSAL in found.atoms else {first}
+        reason = self._refuse(found, [atom for atom in rest if atom not in known])
+        if kept and documents is not None:
+            return "documents are padded"
         if added and not reason and first is not None:  # of a row without any key, torch makes other numbers then
             return f"{added} and hides more than later keys"
-        return reason or (None if first is None else kept[first])
+        window = min(windows.values(), default=None)
+        if window is not None and statically_known_true(k.shape[2] <= window):
+            window = None
+        return reason or _Sees(window, None if first is None else kept[first], documents)
+
+    def write(
+        self, view: View, told: tuple[View, Value], read: Callable[[Value, Emitter], list[Node]], emit: Emitter
+    ) -> list[Node]:
+        """A tensor and what is read of it, written once for all that ask."""
+        where, tensor = told
+        make = functools.partial(read, tensor)
+        if id(tensor) not in self.written:
+            self.written[id(tensor)] = make(emit) if where is view else view.bring_in((NAME, id(tensor)), make)
+        return self.written[id(tensor)]
+
+    def _documents(self, found: Predicate, q: Value, k: Value) -> tuple[tuple[View, Value] | None, Predicate]:
+        """The tensor (batch, position) that says which document a token is of; the conditions inside a document."""
+        assert found.atoms is not None
+        told = same_document(self.evaluator, found.atoms, _Q, _K)
+        if told is None or told[0].args != (_batch(q), _Q):
+            return None, found
+        view, tensor = self.evaluator.unknown[str(told[0].func)]
+        whole = [str(n) for n in tensor.shape] == [str(q.shape[0]), str(k.shape[2])]
+        return ((view, tensor), told[1]) if whole and tensor.dtype in _INTEGERS else (None, found)
 
     def _kept(self, relation: str, e: sp.Expr, q: Value, k: Value) -> tuple[View, Value] | None:
         """The tensor, when the condition is that its element (batch, key) is not 0."""
         if relation != "!=" or str(e.func) not in self.evaluator.unknown:
             return None
         view, tensor = self.evaluator.unknown[str(e.func)]
-        of_batch = _B if str(q.shape[0]) != "1" else sp.Integer(0)
         whole = [str(n) for n in tensor.shape] == [str(q.shape[0]), str(k.shape[2])]
-        return (view, tensor) if whole and e.args == (of_batch, _K) else None
+        return (view, tensor) if whole and e.args == (_batch(q), _K) else None
 
-    def _refuse(self, found: Predicate, rest: list[tuple[str, sp.Expr]], k: Value) -> str | None:
+    def _refuse(self, found: Predicate, rest: list[tuple[str, sp.Expr]]) -> str | None:
         for _, e in rest:
             if e.atoms(sp.Function):
                 names = {str(f.func) for _, e in rest for f in e.atoms(sp.Function)} & set(self.evaluator.unknown)
@@ -159,13 +207,18 @@ class _Masks:
             conditions = " and ".join(f"{e} {relation} 0" for relation, e in rest)
             sees = f"a query sees keys where {conditions}" if rest else "every query sees every key"
             return f"the mask is not causal: {sees}"
-        for relation, e in rest:
-            window = _Q - _K + 1 - e
-            if relation != "<=" or not window.is_Integer:
-                return f"a query sees only keys where {e} {relation} 0"
-            if not statically_known_true(k.shape[2] <= int(window)):
-                return f"a query sees the last {window} keys of {k.shape[2]}"
-        return None
+        return next((f"a query sees only keys where {e} {relation} 0" for relation, e in rest), None)
+
+
+def _batch(q: Value) -> sp.Expr:
+    """The index of a batch's row."""
+    return _B if str(q.shape[0]) != "1" else sp.Integer(0)
+
+
+def _width(relation: str, e: sp.Expr) -> int | None:
+    """w, when the condition is key > query - w and lets a query see itself."""
+    window = _Q - _K + 1 - e
+    return int(window) if relation == "<=" and window.is_Integer and window >= 1 else None
 
 
 def _always(relation: str, e: sp.Expr, q: Value, k: Value) -> bool:
@@ -239,17 +292,22 @@ def _refuse_operator(call: Value) -> str | None:
     return None
 
 
-def _refuse_kept(view: View, site: _Site) -> str | None:
-    assert site.kept is not None
-    if site.kept[0] not in (view, view.around):
-        return "the padding is known only outside of the body that reads it"
-    return _refuse_operator(site.call)
+def _refuse_sees(view: View, site: _Site) -> str | None:
+    """Why the operator cannot have what a query sees; a causal mask alone needs nothing of it."""
+    q, sees = site.call.args[0], site.sees
+    for read, what in ((sees.kept, "the padding is"), (sees.documents, "documents are")):
+        if read is not None and read[0] not in (view, view.around):
+            return f"{what} known only outside of the body that reads it"
+    reason = _refuse_operator(site.call) if sees != _Sees() else None
+    if reason is None and q.fake.device.type == "cuda" and (sees.window is not None or sees.documents):
+        return flash.refuse(q.fake.device, q.dtype, q.shape[3])
+    return reason
 
 
 def _emit(view: View, site: _Site, masks: _Masks, emit: Emitter) -> Node:
     q, scale = site.call.args[0], site.call.args[6]
     k, v = (_heads(x, emit) for x in (site.keys, site.values))
-    if site.kept is None and _refuse_operator(site.call):
+    if site.sees == _Sees() and _refuse_operator(site.call):
         grouped = site.call.args[7] or site.keys.repeats > 1
         return emit.call(
             F.scaled_dot_product_attention, q, k, v,
@@ -257,27 +315,28 @@ def _emit(view: View, site: _Site, masks: _Masks, emit: Emitter) -> Node:
         )  # fmt: skip
     scale = float(q.shape[3] ** -0.5 if scale is None else scale)
     steady = all(isinstance(n, int) for n in q.shape)
-    keep, windows = (None, None) if site.kept is None else _windows(view, site.kept, masks, emit)
-    return emit.item(emit.call(kernels.attention, q, k, v, keep, windows, scale, steady), 0)
+    operator, read = kernels.attention, [None, None]
+    if site.sees.documents is not None:
+        operator, read = kernels.packed_attention, masks.write(view, site.sees.documents, _starts, emit)
+    elif site.sees.kept is not None:
+        read = masks.write(view, site.sees.kept, _runs, emit)
+    return emit.item(emit.call(operator, q, k, v, *read, site.sees.window, scale, steady), 0)
+
+
+def _runs(tensor: Value, emit: Emitter) -> list[Node]:
+    keep = emit.node(tensor) if tensor.dtype == torch.bool else emit.call(torch.ne, tensor, 0)
+    return [keep, emit.call(kernels.kept_runs, keep)]
+
+
+def _starts(tensor: Value, emit: Emitter) -> list[Node]:
+    found = emit.call(kernels.document_starts, tensor)
+    return [emit.node(tensor), emit.item(found, 0), emit.item(found, 1)]
 
 
 def _heads(x: _Grouped, emit: Emitter) -> Node:
     """Keys or values (batch, heads, sequence, channels) before they were repeated."""
     heads = emit.call("transpose", x.source, 1, 2) if x.moved else emit.node(x.source)
     return emit.call("to", heads, x.cast) if x.cast else heads
-
-
-def _windows(view: View, kept: tuple[View, Value], masks: _Masks, emit: Emitter) -> list[Node]:
-    """What is kept and its windows, written once for all that read them."""
-    where, tensor = kept
-
-    def make(emit: Emitter) -> list[Node]:
-        keep = emit.node(tensor) if tensor.dtype == torch.bool else emit.call(torch.ne, tensor, 0)
-        return [keep, emit.call(kernels.kept_windows, keep)]
-
-    if id(tensor) not in masks.windows:
-        masks.windows[id(tensor)] = make(emit) if where is view else view.bring_in((NAME, id(tensor)), make)
-    return masks.windows[id(tensor)]
 
 
 FUSION = Fusion(name=NAME, anchor=anchor, passes=(fuse_attention,), priority=30)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _oracle import judge, run
+from fused_backend.kernels import _parts as split
 from fused_backend.kernels import _sdpa as sdpa
 from fused_backend.kernels import attention as kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,8 +37,8 @@ def paddings(S, device=None):
 
 def fused(keep=None, scale=0.3):
     def call(q, k, v):
-        windows = None if keep is None else kernels.kept_windows(keep)
-        return kernels.attention(q, k, v, keep, windows, scale, True)[0]
+        runs = None if keep is None else kernels.kept_runs(keep)
+        return kernels.attention(q, k, v, keep, runs, None, scale, True)[0]
 
     return call
 
@@ -110,21 +111,21 @@ def test_values_of_pads_do_not_matter():
     assert torch.equal(before, after)
 
 
-WINDOWS = {
+RUNS = {
     "1111": (0, 4), "1110": (0, 3), "0111": (1, 4), "0110": (1, 3), "1000": (0, 1), "0001": (3, 4),
     "0000": (4, 4), "1011": (-1, -1), "1001": (-1, -1), "0101": (-1, -1),
 }  # fmt: skip
 
 
-def test_windows():
-    keep = torch.tensor([[bit == "1" for bit in row] for row in WINDOWS])
-    assert [tuple(row) for row in kernels.kept_windows(keep).tolist()] == list(WINDOWS.values())
+def test_runs():
+    keep = torch.tensor([[bit == "1" for bit in row] for row in RUNS])
+    assert [tuple(row) for row in kernels.kept_runs(keep).tolist()] == list(RUNS.values())
 
 
-def test_rows_with_equal_windows_share_their_calls():
-    windows = torch.tensor([[0, 6], [0, 6], [0, 4], [2, 6], [2, 6], [-1, -1]])
+def test_rows_with_equal_runs_share_their_calls():
+    runs = torch.tensor([[0, 6], [0, 6], [0, 4], [2, 6], [2, 6], [-1, -1]])
     parts = [(p.rows.start, p.rows.stop, p.queries.start, p.queries.stop, p.causal, p.masked) for p in
-             kernels._parts(windows, torch.empty(6, 1, 6, 1))]  # fmt: skip
+             split.parts_of(runs, torch.empty(6, 1, 6, 1), None, False)]  # fmt: skip
     assert parts == [
         (0, 2, 0, 6, True, False), (2, 3, 0, 4, True, False), (2, 3, 4, 6, False, False),
         (3, 5, 2, 6, True, False), (5, 6, 0, 6, False, True),
@@ -133,8 +134,8 @@ def test_rows_with_equal_windows_share_their_calls():
 
 def test_many_short_calls_give_way_to_one_with_a_mask():
     few, many = [[0, 4096], [0, 3000]], [[0, n] for n in range(600, 1000, 50)]
-    assert not kernels._many(few, 2 * 32 * 4096**2 * 128) and kernels._many(many, 8 * 32 * 1024**2 * 128)
-    assert not kernels._many(many, 8 * 32 * 8192**2 * 128) and not kernels._many([[0, 9]] * 8, 1)
+    assert not split._many(few, 2 * 32 * 4096**2 * 128) and split._many(many, 8 * 32 * 1024**2 * 128)
+    assert not split._many(many, 8 * 32 * 8192**2 * 128) and not split._many([[0, 9]] * 8, 1)
 
 
 def test_no_padding_is_one_call_without_a_mask(monkeypatch):
@@ -145,7 +146,7 @@ def test_no_padding_is_one_call_without_a_mask(monkeypatch):
         return forward(*args)
 
     monkeypatch.setattr(sdpa, "forward", count)
-    monkeypatch.setattr(kernels, "_seen", lambda *args: pytest.fail("a mask was made"))
+    monkeypatch.setattr(split, "seen_by", lambda *args: pytest.fail("a mask was made"))
     fused(paddings(7)["none"])(*tensors(*SHAPES["grouped"]))
     assert len(calls) == 1 and calls[0][4] is True
 
@@ -162,14 +163,14 @@ def test_layouts_and_shapes(layout):
     check(inputs)
     for keep in (None, paddings(7)["both"], paddings(7)["none"]):
         q, k, v = (t.detach() for t in inputs)
-        windows = None if keep is None else kernels.kept_windows(keep)
-        out, lse = kernels.attention(q, k, v, keep, windows, 0.3, True)
-        real = [out, lse, *kernels.attention_bwd(out, q, k, v, out, lse, keep, windows, 0.3, True)]
+        runs = None if keep is None else kernels.kept_runs(keep)
+        out, lse = kernels.attention(q, k, v, keep, runs, None, 0.3, True)
+        real = [out, lse, *kernels.attention_bwd(out, q, k, v, out, lse, keep, runs, None, 0.3, True)]
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [mode.from_tensor(t) for t in (q, k, v, out, lse)]
             promised = [
-                *kernels.attention(*fakes[:3], None, None, 0.3, True),
-                *kernels.attention_bwd(fakes[3], *fakes, None, None, 0.3, True),
+                *kernels.attention(*fakes[:3], None, None, None, 0.3, True),
+                *kernels.attention_bwd(fakes[3], *fakes, None, None, None, 0.3, True),
             ]
         for ours, fake in zip(real, promised, strict=True):
             assert (ours.shape, ours.stride(), ours.dtype) == (fake.shape, fake.stride(), fake.dtype)
@@ -178,16 +179,16 @@ def test_layouts_and_shapes(layout):
 def test_opcheck():
     q, k, v = tensors(*SHAPES["grouped"])
     keep = paddings(7)["right"]
-    torch.library.opcheck(kernels.attention, (q, k, v, None, None, 0.3, True))
-    torch.library.opcheck(kernels.attention, (q, k, v, keep, kernels.kept_windows(keep), 0.3, False))
-    torch.library.opcheck(kernels.kept_windows, (keep,))
+    torch.library.opcheck(kernels.attention, (q, k, v, None, None, None, 0.3, True))
+    torch.library.opcheck(kernels.attention, (q, k, v, keep, kernels.kept_runs(keep), None, 0.3, False))
+    torch.library.opcheck(kernels.kept_runs, (keep,))
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 6, 8), (2, 3, 6, 8), (2, 4, 5, 8), (2, 4, 6, 16)])
 def test_shapes_that_do_not_fit_are_refused(shape):
     q, k = torch.randn(2, 4, 6, 8), torch.randn(shape)
     with pytest.raises(ValueError, match="with G dividing H"):
-        torch.ops.fused_backend.attention(q, k, k, None, None, 0.3, True)
+        torch.ops.fused_backend.attention(q, k, k, None, None, None, 0.3, True)
 
 
 def test_no_second_derivative():
@@ -205,10 +206,10 @@ KINDS = ("flash", "cudnn", "efficient", "math")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("padding", [None, *paddings(7)])
-@pytest.mark.parametrize("call", [0, kernels._CALL])
+@pytest.mark.parametrize("call", [0, split._CALL])
 def test_on_a_gpu(padding, dtype, call, monkeypatch):
-    """Where calls cost nothing, windows are taken, and where they cost much, a mask."""
-    monkeypatch.setattr(kernels, "_CALL", call)
+    """Where calls cost nothing, runs are taken, and where they cost much, a mask."""
+    monkeypatch.setattr(split, "_CALL", call)
     keep = None if padding is None else paddings(200, "cuda")[padding]
     check(tensors(3, 8, 2, 200, 64, dtype=dtype, device="cuda"), keep)
 

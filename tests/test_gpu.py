@@ -18,6 +18,21 @@ def test_models_under_inductor(family, dtype):
     assert_step_as_accurate(model, draws(device="cuda"), INDUCTOR)
 
 
+@pytest.mark.parametrize("kind", ["window", "documents", "padding"])
+def test_windows_and_documents_under_inductor(kind):
+    """Long enough that flash takes the documents; one layer has a window and one has none."""
+    sizes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+    model = tiny("gemma3_text", **sizes).to("cuda", torch.bfloat16)
+    inputs = [batch(length=64, device="cuda") | {"use_cache": False} for _ in range(6)]
+    for i, given in enumerate(inputs):
+        at = torch.arange(64, device="cuda")
+        if kind == "documents":
+            given["position_ids"] = torch.where(at < 20 + i, at, at - 20 - i)[None].expand(2, -1).clone()
+        if kind == "padding":
+            given["attention_mask"] = (at < torch.tensor([[64], [40 + i]], device="cuda")).long()
+    assert_step_as_accurate(model, inputs, INDUCTOR)
+
+
 @pytest.mark.parametrize("family", SITES)
 def test_models_without_inductor(family):
     assert_step_as_accurate(tiny(family).cuda(), draws(device="cuda"))

@@ -12,6 +12,7 @@ import torch
 from _models import tiny
 from _runs import assert_training_as_accurate, forward_backward, sgd, trained
 from _training import OPTIONS, batch
+from _verdict import Backend
 from torch._dynamo.utils import counters
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -164,8 +165,9 @@ def test_packed_rows_are_trained_as_the_rows_they_hold():
     labels = ids.clone()
     labels[:, 6] = -100  # the first token of the second text follows nothing
     packed = {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
-    call = torch.compile(model, backend="fused", options=OPTIONS)
-    forward_backward(call, packed)
+    backend = Backend()
+    forward_backward(torch.compile(model, backend=backend), packed)
+    assert {d.reason for d in backend.report.decisions if d.fusion == "attention"} == {"documents read once per step"}
     ours = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     for part, count in ((ids[:, :6], 5), (ids[:, 6:], 9)):

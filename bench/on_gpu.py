@@ -28,7 +28,7 @@ from model import expected_s
 
 ROOT = harness.ROOT
 FUSIONS = sorted(p.stem for p in (ROOT / "kernels").glob("[a-z]*.py"))
-SHARED = ("nf4", "low_rank", "lora", "offload", "flash")  # kernels that several files share
+SHARED = ("nf4", "low_rank", "lora", "offload", "flash", "tracing", "attention_windows")  # what several files share
 DRY = ["--tiny", "--device", "cpu", "--layers", "2", "--steps", "2"]
 DRY_OF = {
     "context.py": ["--lengths", "64", "--budgets", "3MiB"],

@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from ..kernels._gemm_4bit import gemm_4bit
 
@@ -45,7 +46,7 @@ def trace_less() -> None:
     @functools.wraps(call_apply)
     def asking(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         # Inside grad or vmap, which Dynamo enters while it traces them, an operator would need rules for these.
-        plain = len(args) == 5 and not kwargs and torch._C._functorch.peek_interpreter_stack() is None
+        plain = len(args) == 5 and not kwargs and peek_interpreter_stack() is None
         if plain and _is_read(self.fn_cls) and _for_us(tx.output.compiler_fn):
             product = UserFunctionVariable(_matmul_4bit).call_function(tx, list(args), {})
             if not product.is_python_constant():

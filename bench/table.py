@@ -162,10 +162,29 @@ def compile_times() -> list[str]:
     return lines
 
 
+def trainers() -> list[str]:
+    """Steps of the unmodified Trainer beside those of a plain loop."""
+    lines = [
+        "| `python bench/trainer.py`, ms/step | plain loop | Trainer | of the loop | of eager's Trainer |",
+        "|---|---|---|---|---|",
+    ]
+    found = {
+        (r["model"], r["mode"], r["stack"], r["trained_by"]): r["ms"] for r in load("trainer")["rows"] if "ms" in r
+    }
+    for model, mode, stack in dict.fromkeys(key[:3] for key in found):
+        loop, own, eager = (
+            found.get((model, mode, of, by)) for of, by in ((stack, "loop"), (stack, "trainer"), ("eager", "trainer"))
+        )
+        cells = [f"{ms:.0f}" if ms else "" for ms in (loop, own)]
+        cells += [f"{own / other:.2f}" if own and other else "" for other in (loop, eager)]
+        lines.append(f"| {model} {mode}, {stack} | {' | '.join(cells)} |")
+    return lines
+
+
 # Key, divisor, digits.
 PREDICTED = (("predicted_ms", 1e3, 2), ("predicted_peak_GiB", 1, 2), ("host_GiB", 1, 1))
 # Tables of results that need not be there, and what makes them.
-OPTIONAL = {"breakdown": breakdowns, "context": contexts, "compile_time": compile_times}
+OPTIONAL = {"breakdown": breakdowns, "context": contexts, "compile_time": compile_times, "trainer": trainers}
 
 
 def budgets() -> list[str]:

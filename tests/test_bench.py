@@ -190,3 +190,7 @@ def test_the_tables_of_what_was_measured_later(out, monkeypatch):
         rows.add({"model": "m", "mode": "qlora", "stack": stack, "layers": layers, "caches": caches, "ms": 1.0}
                  | {"compile_s": seconds})  # fmt: skip
     assert "| m qlora, fused, cold | 30 | 51 |" in table.compile_times()
+    rows = _records.Rows("trainer", ("stack", "trained_by"))
+    for stack, by, ms in (("fused", "loop", 100.0), ("fused", "trainer", 102.0), ("eager", "trainer", 204.0)):
+        rows.add({"model": "m", "mode": "full", "stack": stack, "trained_by": by, "ms": ms})
+    assert "| m full, fused | 100 | 102 | 1.02 | 0.50 |" in table.trainers()

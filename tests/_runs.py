@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from _backend import Backend
 from _oracle import Float64
 from _training import Step, batch, inaccurate
-from _verdict import Backend
 
 RUNS, STEPS = 2, 4
 

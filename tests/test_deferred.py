@@ -72,7 +72,7 @@ def test_deferred_logits_of_a_forward_without_gradient_have_none():
 
 
 def llama_output(**options):
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     inputs = batch()
     return model, inputs, model(**inputs), compiled(model, **options)(**inputs)
 

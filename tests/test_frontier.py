@@ -43,7 +43,7 @@ def test_the_backend_reaches_the_points(points):
 
 
 def test_a_picture_is_drawn_and_the_model_left_as_it_was(tmp_path):
-    model, inputs = tiny("llama"), batch()
+    model, inputs = tiny("llama", num_hidden_layers=1), batch()
     model.register_buffer("calls", torch.zeros(()))
     model.register_forward_pre_hook(lambda m, *_: m.calls.add_(1))
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
@@ -60,7 +60,7 @@ def test_a_picture_is_drawn_and_the_model_left_as_it_was(tmp_path):
 
 
 def test_what_does_not_train_is_refused():
-    model = tiny("llama").requires_grad_(False)
+    model = tiny("llama", num_hidden_layers=1).requires_grad_(False)
     with pytest.raises(ValueError, match="nothing here trains"):
         frontier(model, **batch())
     with pytest.raises(ValueError, match="at least 2, got 1"):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from _graphs import assert_fused, assert_refused, assert_unseen, operators
-from _models import batch, draws, tiny
+from _models import draws, tiny
 from _training import assert_step_as_accurate
-from fused_backend.compiler import explain
 
 OP = "norm_rope_qk"
 
@@ -90,6 +89,5 @@ def test_near_misses_stay_apart(name):
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_models(family):
-    report = explain(tiny(family), **batch())
+    report = assert_step_as_accurate(tiny(family), draws()).report
     assert report.counts()["norm_rope"] == (2, 0), str(report)
-    assert_step_as_accurate(tiny(family), draws())

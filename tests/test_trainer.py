@@ -81,7 +81,7 @@ def assert_alike(ours, eager, losses, eager_losses):
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_batches(side, decisions, tmp_path):
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     eager = copy.deepcopy(model)
     model.compile(backend="fused")
     collate = lambda rows: pad(rows, side)  # noqa: E731
@@ -95,7 +95,7 @@ def test_batches_without_a_mask(decisions, tmp_path):
         ids = torch.stack([row["input_ids"] for row in rows])
         return {"input_ids": ids, "labels": ids}
 
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     model.config.use_cache = False
     eager = copy.deepcopy(model)
     model.compile(backend="fused")
@@ -106,7 +106,7 @@ def test_batches_without_a_mask(decisions, tmp_path):
 def test_the_backend_by_name(decisions, tmp_path, monkeypatch):
     for name in ("BACKEND", "MODE"):  # TrainingArguments sets them for good
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "no" if name == "BACKEND" else "default")
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     eager = copy.deepcopy(model)
     plain = train(eager, [16] * 6, tmp_path)
     losses = train(model, [16] * 6, tmp_path, torch_compile=True, torch_compile_backend="fused")

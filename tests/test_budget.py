@@ -78,10 +78,10 @@ def test_a_little_less_than_all_makes_nothing_again_that_costs(watch, monkeypatc
     large = replace(given, launch_seconds=0.0, copy_bandwidth=1e4 * given.copy_bandwidth)
     monkeypatch.setattr(budget, "ceilings", lambda device: large)
     # The sine and its product can be made again from what the backward reads anyhow.
-    compiled(Stack(12, activation=torch.sin), HUGE)(data(32))
+    compiled(Stack(32, activation=torch.sin), HUGE)(data(32))
     joint = watch.halves[-1].joint
     segments, _ = joint._segments()
-    assert sorted(s.count for s in segments)[-1] == 11 and len(segments) <= 4
+    assert sorted(s.count for s in segments)[-1] == 31 and len(segments) <= 4
     most = joint.plan(None)[2]
     answer, chosen, peak = joint.plan(int(most * 0.99))
     again = {called(n) for n, what in chosen.items() if what == "recompute"}

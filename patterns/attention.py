@@ -92,10 +92,12 @@ def _fuse(view: View, call: Value, masks: _Masks) -> str | None:
     keys, values = _grouped(k), _grouped(v)
     if keys.repeats != values.repeats:
         keys, values = _Grouped(k, 1, ()), _Grouped(v, 1, ())
-    site = _Site(call, keys, values, sees)
+    site, before = _Site(call, keys, values, sees), dict(masks.written)
     reason = _refuse_sees(view, site) or view.unsafe(call, [call, *keys.covered, *values.covered])
     reason = reason or view.replace(NAME, [call], lambda emit: [_emit(view, site, masks, emit)])
-    if reason is None:
+    if reason is not None:
+        masks.written = before  # what a refused site wrote is erased again
+    else:
         saved = static_bytes([q, keys.source, values.source, call]) if call.requires_grad else 0
         view.fused(NAME, call, saved, sees.form or ("causal mask folded" if mask is not None else "causal"))
     return reason

@@ -132,6 +132,7 @@ class _Masks:
     def __init__(self, view: View) -> None:
         self.evaluator = Evaluator(view)
         self.written: dict[int, list[Node]] = {}  # what is kept or which document, and what was read of it
+        self.brought: dict[int, list[Node]] = {}  # the same, read outside of this graph
 
     def read(self, q: Value, k: Value, mask: Any) -> _Sees | str:
         """What a query sees by a mask that is causal; or why it is not known to be that."""
@@ -176,10 +177,10 @@ class _Masks:
     ) -> list[Node]:
         """A tensor and what is read of it, written once for all that ask."""
         where, tensor = told
-        make = functools.partial(read, tensor)
-        if id(tensor) not in self.written:
-            self.written[id(tensor)] = make(emit) if where is view else view.bring_in((NAME, id(tensor)), make)
-        return self.written[id(tensor)]
+        make, known = functools.partial(read, tensor), self.written if where is view else self.brought
+        if id(tensor) not in known:
+            known[id(tensor)] = make(emit) if where is view else view.bring_in((NAME, id(tensor)), make)
+        return known[id(tensor)]
 
     def _documents(self, found: Predicate, q: Value, k: Value) -> tuple[tuple[View, Value] | None, Predicate]:
         """The tensor (batch, position) that says which document a token is of; the conditions inside a document."""

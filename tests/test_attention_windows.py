@@ -1,12 +1,16 @@
 """attention: which masks are proven to be sliding windows or packed documents, and which look like it and are not."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from _graphs import OPTIONS, assert_fused, assert_refused, assert_right, operators
 from fused_backend.compiler import Options, explain
 from fused_backend.compiler.backend import rewrite
 
+checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 S, INF = 9, float("inf")
 # Of one row three documents, of the other two; as positions that begin anew.
 IDS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 2, 3, 4]])
@@ -193,16 +197,19 @@ def test_documents_that_are_written_to_are_refused():
     assert [d.status for d in decisions] == ["refused"] and "modified in place" in decisions[0].reason
 
 
+@pytest.mark.parametrize("run", [lambda layer, *inputs: layer(*inputs), checkpoint], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("sees", [same, lambda ids: ids.bool()[:, None, None, :]], ids=["documents", "padding"])
-def test_a_refused_site_leaves_the_next_one_alone(sees):
+def test_a_refused_site_leaves_the_next_one_alone(sees, run):
     """What is read of documents or padding is written for the first site that is fused, not for one given up."""
 
-    def attention(q, k, v, ids):
+    def layer(q, k, v, mask):
         q, k, v = (x[:, :2] for x in (q, k, v))
-        mask = causal(torch.arange(S)) & sees(ids)
         columns = q.mT.contiguous().mT  # torch's result has rows, ours would be laid out as q
         first = F.scaled_dot_product_attention(columns, k, v, attn_mask=mask).view(2, -1)
         return F.scaled_dot_product_attention(first.view(q.shape), k, v, attn_mask=mask)
+
+    def attention(q, k, v, ids):
+        return run(layer, q, k, v, causal(torch.arange(S)) & sees(ids))
 
     inputs = [*qkv(), IDS]
     assert [d.status for d in explain(attention, *inputs).decisions] == ["refused", "fused"]

@@ -23,7 +23,7 @@ Atoms = frozenset[tuple[str, Any]]
 def same_document(evaluator: Evaluator, atoms: Atoms, query: sp.Symbol, key: sp.Symbol) -> tuple[Any, Predicate] | None:
     """d(.., query) of the condition d(.., query) = d(.., key), and what the other conditions are inside a document."""
     for relation, e in atoms:
-        at_query = [f for f in e.atoms(AppliedUndef) if f.args[-1] == query and key not in f.free_symbols]
+        at_query = [f for f in e.atoms(AppliedUndef) if f.args[-1:] == (query,) and key not in f.free_symbols]
         if relation != "==" or len(at_query) != 1:
             continue
         (of,) = at_query
@@ -61,7 +61,7 @@ def _step(evaluator: Evaluator, of: Any) -> tuple[Any, int] | None:
         earlier = later.subs(i, i - 1)
         for sign in (1, -1):
             d = sp.expand(later - earlier - sign * e)
-            if relation == "!=" and later.args[-1] == i + 1 and d.is_Integer:
+            if relation == "!=" and later.args[-1:] == (i + 1,) and d.is_Integer:
                 return later.subs(i, query - 1), int(d)
     return None
 

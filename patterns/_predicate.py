@@ -16,6 +16,7 @@ from typing import Any
 
 import sympy as sp
 import torch
+from sympy.core.function import AppliedUndef
 
 from ._fusion import Value, View
 
@@ -180,8 +181,10 @@ def _integers(combine: Callable[[sp.Expr, sp.Expr], Element]):
     def rule(where: _In, value: Value, index: Index) -> Element:
         if not all(_positions(a) for a in value.args):
             raise Unknown
-        a, b = (where.integer(a, _broadcast(a, index)) for a in value.args)
-        return combine(a, b)
+        found = combine(*(where.integer(a, _broadcast(a, index)) for a in value.args))
+        if value.dtype == torch.bool and not isinstance(found, Predicate):  # True + True is True, not 2
+            raise Unknown
+        return found
 
     return rule
 
@@ -201,9 +204,10 @@ def _convert(where: _In, value: Value, index: Index) -> Element:
     if value.dtype == torch.bool:
         known = source.dtype == torch.bool or source.dtype in _POSITIONS
         return where.truth(source, index) if known else compare("!=", _raw(where.load(source, index)))
-    if not _positions(source):
-        raise Unknown
-    return where.integer(source, index)
+    found = where.integer(source, index) if _positions(source) else None
+    if found is None or (found.atoms(AppliedUndef) and (source.dtype, value.dtype) == (torch.int64, torch.int32)):
+        raise Unknown  # what is not known may not fit
+    return found
 
 
 def _raw(element: Element) -> sp.Expr:

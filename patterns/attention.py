@@ -92,10 +92,12 @@ def _fuse(view: View, call: Value, masks: _Masks) -> str | None:
     keys, values = _grouped(k), _grouped(v)
     if keys.repeats != values.repeats:
         keys, values = _Grouped(k, 1, ()), _Grouped(v, 1, ())
-    site = _Site(call, keys, values, sees)
+    site, before = _Site(call, keys, values, sees), dict(masks.written)
     reason = _refuse_sees(view, site) or view.unsafe(call, [call, *keys.covered, *values.covered])
     reason = reason or view.replace(NAME, [call], lambda emit: [_emit(view, site, masks, emit)])
-    if reason is None:
+    if reason is not None:
+        masks.written = before  # what a refused site wrote is erased again
+    else:
         saved = static_bytes([q, keys.source, values.source, call]) if call.requires_grad else 0
         view.fused(NAME, call, saved, sees.form or ("causal mask folded" if mask is not None else "causal"))
     return reason
@@ -130,6 +132,7 @@ class _Masks:
     def __init__(self, view: View) -> None:
         self.evaluator = Evaluator(view)
         self.written: dict[int, list[Node]] = {}  # what is kept or which document, and what was read of it
+        self.brought: dict[int, list[Node]] = {}  # the same, read outside of this graph
 
     def read(self, q: Value, k: Value, mask: Any) -> _Sees | str:
         """What a query sees by a mask that is causal; or why it is not known to be that."""
@@ -174,10 +177,10 @@ class _Masks:
     ) -> list[Node]:
         """A tensor and what is read of it, written once for all that ask."""
         where, tensor = told
-        make = functools.partial(read, tensor)
-        if id(tensor) not in self.written:
-            self.written[id(tensor)] = make(emit) if where is view else view.bring_in((NAME, id(tensor)), make)
-        return self.written[id(tensor)]
+        make, known = functools.partial(read, tensor), self.written if where is view else self.brought
+        if id(tensor) not in known:
+            known[id(tensor)] = make(emit) if where is view else view.bring_in((NAME, id(tensor)), make)
+        return known[id(tensor)]
 
     def _documents(self, found: Predicate, q: Value, k: Value) -> tuple[tuple[View, Value] | None, Predicate]:
         """The tensor (batch, position) that says which document a token is of; the conditions inside a document."""

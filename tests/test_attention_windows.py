@@ -1,16 +1,21 @@
 """attention: which masks are proven to be sliding windows or packed documents, and which look like it and are not."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from _graphs import OPTIONS, assert_fused, assert_refused, operators
+import torch.utils.checkpoint
+from _graphs import OPTIONS, assert_fused, assert_refused, assert_right, operators
 from fused_backend.compiler import Options, explain
 from fused_backend.compiler.backend import rewrite
 
+checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 S, INF = 9, float("inf")
 # Of one row three documents, of the other two; as positions that begin anew.
 IDS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 2, 3, 4]])
 NAMES = torch.tensor([[3, 3, 3, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 7, 7, 7]])
+WIDE = NAMES + torch.arange(S) * 2**32  # as NAMES in 32 bits
 AGAIN = torch.tensor([[3, 3, 1, 1, 3, 3, 2, 2, 2], [0, 1, 0, 1, 0, 1, 0, 1, 0]])
 
 
@@ -78,13 +83,16 @@ NO_WINDOWS = {
     "of a head": (
         lambda p: causal(p) & (p[:, None] - p[None, :] < torch.arange(2, 6)[:, None, None]), "sees only keys where"),
     "given": (lambda p, of: causal(p) & (p[:, None] - p[None, :] < of[:, :1, None, None]), "depends on"),
+    "given as a number": (lambda p, of: causal(p) & (p[:, None] - p[None, :] < of), "depends on"),
+    "True + True": (
+        lambda p: causal(p) & (p[:, None] - p[None, :] <= ((p >= 0) + (p >= 0)).long()), "depends on"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NO_WINDOWS)
 def test_no_window(name):
     mask_of, reason = NO_WINDOWS[name]
-    given = [torch.tensor([[3], [5]])] if name == "given" else []
+    given = {"given": [torch.tensor([[3], [5]])], "given as a number": [torch.tensor(4)]}.get(name, [])
     assert_refused(attend(mask_of), [*qkv(), *given], "attention", reason)
 
 
@@ -123,6 +131,7 @@ DOCUMENTS = {
     "named, with a window": (3, lambda p, ids: causal(p) & (p[None, :] > p[:, None] - 3) & same(NAMES)),
     "not different": (None, lambda p, ids: causal(p) & ~(NAMES[:, None, :, None] != NAMES[:, None, None, :])),
     "their difference": (None, lambda p, ids: causal(p) & (NAMES[:, None, :, None] - NAMES[:, None, None, :] == 0)),
+    "in fewer bits": (None, lambda p, ids: causal(p) & same(WIDE.int())),
     "one goes on behind another": (None, lambda p, ids: causal(p) & same(AGAIN)),
     "added": (None, lambda p, ids: torch.where(causal(p) & same(NAMES), 0.0, -INF)),
 }  # fmt: skip
@@ -186,6 +195,25 @@ def test_documents_that_are_written_to_are_refused():
 
     decisions = explain(attention, *qkv(), IDS.clone()).decisions
     assert [d.status for d in decisions] == ["refused"] and "modified in place" in decisions[0].reason
+
+
+@pytest.mark.parametrize("run", [lambda layer, *inputs: layer(*inputs), checkpoint], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("sees", [same, lambda ids: ids.bool()[:, None, None, :]], ids=["documents", "padding"])
+def test_a_refused_site_leaves_the_next_one_alone(sees, run):
+    """What is read of documents or padding is written for the first site that is fused, not for one given up."""
+
+    def layer(q, k, v, mask):
+        q, k, v = (x[:, :2] for x in (q, k, v))
+        columns = q.mT.contiguous().mT  # torch's result has rows, ours would be laid out as q
+        first = F.scaled_dot_product_attention(columns, k, v, attn_mask=mask).view(2, -1)
+        return F.scaled_dot_product_attention(first.view(q.shape), k, v, attn_mask=mask)
+
+    def attention(q, k, v, ids):
+        return run(layer, q, k, v, causal(torch.arange(S)) & sees(ids))
+
+    inputs = [*qkv(), IDS]
+    assert [d.status for d in explain(attention, *inputs).decisions] == ["refused", "fused"]
+    assert_right(attention, inputs)
 
 
 def test_where_our_operator_has_no_kernel():
